@@ -106,13 +106,12 @@ def serve(
     device = default_device() if name is None else require_device(name, option="--device")
     profile = probe(device, scratch_bytes=PROBE_SCRATCH_BYTES)
     given: dict[str, Any] = {"weights": arguments.weights} if arguments.weights else {}
-    figures: dict[str, Any] = {}
     longest: int | None = None
     try:
         figures, longest = worth_of(arguments.model, budget, profile, **given)
+        output.show_figures(f"{arguments.model} on {device}, predicted", figures)
     except CaptureError as error:
         options.note(f"nothing is predicted: {error}")
-    output.show_figures(f"{arguments.model} on {device}, predicted", figures)
     given |= {"device_budget": arguments.device_budget, "draft": arguments.draft}
     served = endpoint.AttachedModel(arguments.model, device=device, profile=profile, **given)
     generations = endpoint.Generations(longest or context_of(served.model.config))

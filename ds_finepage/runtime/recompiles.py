@@ -36,6 +36,9 @@ where each layer has a graph break. A model that is traced in each call ends the
 
 NO_LIMIT = 2**31 - 1
 
+USUAL: int = getattr(dynamo_config, LIMIT)
+"""Dynamo's own limit, which each thread begins with."""
+
 _lock = threading.RLock()  # the garbage collector may close a claim while another one is made
 _claims: list[set[CodeType]] = []  # the code objects of each attached model
 _left: set[CodeType] = set()  # the code objects of models that were forgotten while attached
@@ -56,10 +59,15 @@ class CodeClaim:
         self._forget.atexit = False
 
     def within(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call in which Dynamo's limits are high. Each thread has its own limits."""
+        """Return a call in which Dynamo's limits are high. Each thread has its own limits.
+
+        One that the user has set since stays.
+        """
 
         def lifted(*args: Any, **kwargs: Any) -> Any:
-            with dynamo_config.patch({LIMIT: self._limit, TOTAL_LIMIT: NO_LIMIT}):
+            now = getattr(dynamo_config, LIMIT)
+            limit = self._limit if now in (self._given, USUAL) else now
+            with dynamo_config.patch({LIMIT: limit, TOTAL_LIMIT: NO_LIMIT}):
                 return call(*args, **kwargs)
 
         return lifted

@@ -30,12 +30,10 @@ from transformers.cli.serving.utils import GenerationState
 from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.runtime.stats import Stats
+from ds_finepage.serving.worth import warm_lengths
 
 SECONDS_TO_END = 2
 """Generations that run when a signal comes have so long."""
-
-SHORTEST_WARM, LONGEST_WARM = 16, 4096
-"""Prompts of so many tokens are planned before the endpoint is ready."""
 
 USUAL_NEW = 1024
 """Tokens that transformers makes room for where a request does not say how many."""
@@ -148,6 +146,9 @@ class _WatchClients:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         gone, messages = threading.Event(), asyncio.Queue[Any]()
         _gone.set(gone)
 
@@ -158,9 +159,6 @@ class _WatchClients:
                     gone.set()
                 messages.put_nowait(message)
 
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         listening = asyncio.create_task(listen())
         try:
             await self._app(scope, messages.get, send)
@@ -243,14 +241,3 @@ def warm_up(served: AttachedModel, generations: Generations) -> Iterator[int]:
                 raise
         else:
             yield length
-
-
-def warm_lengths(longest: int) -> list[int]:
-    """Return lengths of prompts whose plans serve all others: each half of the one before.
-
-    Dynamo fixes the sizes of the first prompt, and lets those of the second one vary. A KV cache
-    that only the longest prompt has in host memory needs a second one of its own.
-    """
-    first = 1 << (min(longest, LONGEST_WARM).bit_length() - 1)
-    halves = [first >> n for n in range(first.bit_length()) if first >> n >= SHORTEST_WARM]
-    return [first, first * 3 // 4, *halves[1:]]

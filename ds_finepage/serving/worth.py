@@ -23,6 +23,9 @@ USUAL_POSITIONS = 4096
 
 LEAST_CONTEXT = 16
 
+LONGEST_WARM = 4096
+"""Prompts of up to so many tokens are planned before the endpoint is ready."""
+
 NUM_TRIES = 4
 """Prompts that are captured in order to find the longest one that has room."""
 
@@ -108,3 +111,14 @@ def longest_context(least_bytes: Callable[[int], int], positions: int, budget_by
         else:
             high, exceeds = middle, found
     return low
+
+
+def warm_lengths(longest: int) -> list[int]:
+    """Return lengths of prompts whose plans serve all others: each half of the one before.
+
+    Dynamo fixes the sizes of the first prompt, and lets those of the second one vary. A KV cache
+    that only the longest prompt has in host memory needs a second one of its own.
+    """
+    first = 1 << (min(longest, LONGEST_WARM).bit_length() - 1)
+    halves = [first >> n for n in range(first.bit_length()) if first >> n >= LEAST_CONTEXT]
+    return [first, first * 3 // 4, *halves[1:]]

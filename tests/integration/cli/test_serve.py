@@ -22,6 +22,7 @@ import torch
 import transformers as hf
 
 from ds_finepage.cli import make_parser, serve
+from ds_finepage.errors import CaptureError
 from ds_finepage.runtime.handle import handle_in
 from tests.commands import Cli
 from tests.integration.families import make_model
@@ -269,6 +270,11 @@ def test_chat_is_transformers_own(folder: Path, cli: Cli, monkeypatch: pytest.Mo
         said.append(asked(served, "hello").choices[0].message.content)
         raise EOFError  # as at the end of the input
 
+    def unknown(*_: Any, **__: Any) -> None:
+        raise CaptureError("its forward is unknown")
+
     monkeypatch.setattr("transformers.cli.chat.Chat", talk)
-    cli("chat", folder, "--device", "cpu", "--device-budget", BUDGET)
+    monkeypatch.setattr("ds_finepage.serving.worth.worth_of", unknown)
+    found = cli("chat", folder, "--device", "cpu", "--device-budget", BUDGET)
+    assert "nothing is predicted: its forward is unknown" in found.err
     assert said == [plain_answer(SimpleNamespace(name=str(folder)), "hello")]

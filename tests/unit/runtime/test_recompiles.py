@@ -82,6 +82,17 @@ def test_limits_are_high_in_calls_of_an_attached_model_in_any_thread() -> None:
     assert seen[-1] == [1000, NO_LIMIT]  # the user's own
 
 
+def test_a_limit_that_is_set_meanwhile_stays() -> None:
+    owner, seen = Owner(), []
+    claim = CodeClaim(owner)
+    dynamo_config.recompile_limit = 7
+    claim.add(code_of(function()))
+    claim.within(lambda: seen.append(limits()))()
+    assert seen == [[7, NO_LIMIT]]
+    claim.close()
+    assert limits() == [7, 100]
+
+
 def test_each_model_may_have_a_number_of_graphs_beside_those_that_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_finepage.serving.endpoint import warm_lengths
-from ds_finepage.serving.worth import LEAST_CONTEXT, NUM_TRIES, longest_context
+from ds_finepage.serving.worth import LEAST_CONTEXT, NUM_TRIES, longest_context, warm_lengths
 
 
 @pytest.mark.parametrize("power", [1, 1.5, 2])
