@@ -22,7 +22,7 @@ from ds_finepage.capture.models import load_model_config, positions_of
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
-from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind
+from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.integrations.transformers.drafting import longest_draft
 from ds_finepage.integrations.transformers.price import (
     LENGTHS,
@@ -30,10 +30,9 @@ from ds_finepage.integrations.transformers.price import (
     best_length,
     tokens_a_round,
 )
-from ds_finepage.packing.form import PackedForm
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.tabular import table_of
-from ds_finepage.runtime.drafts import STAND_IN, STAND_IN_FORM, layers_to_share
+from ds_finepage.runtime.drafts import STAND_IN, STAND_IN_FORM, room_to_share
 from ds_finepage.units import NS_PER_S, format_bytes, format_ns
 from ds_finepage.whatif import CapturedModel, capture_model, plan_captured, plan_resident
 
@@ -129,9 +128,8 @@ def with_draft(
             f'draft: "stand-in" packs layers, and those of {model} are packed already. Name a '
             f"smaller model, or leave out the form of the weights."
         )
-    form = PackedForm.parse(STAND_IN_FORM, weights_group)
-    packed = capture_model(model, weights=form.name, fused_unpacking=fused, **given)
-    return Drafted(captured, check, packed, profile, vocabulary, form)
+    packed = capture_model(model, weights=STAND_IN_FORM, fused_unpacking=fused, **given)
+    return Drafted(captured, check, packed, profile, vocabulary, is_stand_in=True)
 
 
 def wins(module: Any, budget_bytes: int, profile: HardwareProfile, **form: Any) -> bool:
@@ -165,10 +163,10 @@ class Drafted:
     Attributes:
         model: A decode step of the model.
         check: A pass of it that checks the longest draft.
-        draft: One of the draft; for a stand-in, of the model with all its layers packed.
+        draft: One of the draft.
         profile: The machine.
         vocabulary: Tokens that the model knows.
-        form: The form of a stand-in's copies; None for another draft.
+        is_stand_in: The draft is the model with its layers packed.
     """
 
     model: CapturedModel
@@ -176,7 +174,7 @@ class Drafted:
     draft: CapturedModel
     profile: HardwareProfile
     vocabulary: int
-    form: PackedForm | None = None
+    is_stand_in: bool = False
 
     def at(self, budgets: Iterable[int]) -> Iterator[DraftedPoint | None]:
         """Plan under each budget; None where there is no room for the draft."""
@@ -213,35 +211,28 @@ class Drafted:
     def _divided(self, budget_bytes: int) -> tuple[int, int]:
         """Return the bytes that the draft shares with the model, and those that only it has."""
         graph, draft = self.model.graph, self.draft.graph
-        if self.form is None:
+        if not self.is_stand_in:
             return 0, draft.weight_bytes + self.draft.kv_bytes
-        packed = {b.name for b in draft.buffers if b.kind is BufferKind.WEIGHT}
+        kept = {b.name for b in draft.buffers if b.kind is BufferKind.WEIGHT}
         weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT]
-        layers = {b.name: b for b in weights if b.name not in packed}
+        layers = {b.name: b.nbytes for b in weights if b.name not in kept}
+        layers_bytes = sum(layers.values())
+        other_bytes = graph.weight_bytes - layers_bytes
+        copies_bytes = draft.weight_bytes - other_bytes
         num_matrices = {name: e.num_matrices for name, e in graph.experts_by_name.items()}
-        first = next(iter(layers.values()))
-        dtype = next(t.dtype for t in graph.tensors if t.buffer == first.id)
-        sizes = {name: b.nbytes for name, b in layers.items()}
-        other_bytes = graph.weight_bytes - sum(sizes.values())
-        names = layers_to_share(
-            sizes,
-            self.form,
-            itemsize=ITEMSIZE[dtype],
-            other_bytes=other_bytes,
-            largest_bytes=max(n // num_matrices.get(name, 1) for name, n in sizes.items()),
+        room_bytes = room_to_share(
+            draft.weight_bytes,
+            largest_bytes=max(n // num_matrices.get(name, 1) for name, n in layers.items()),
             vocabulary=self.vocabulary,
             budget_bytes=budget_bytes,
         )
-        shared_bytes = sum(sizes[name] for name in names)
-        copied_bytes = self.form.nbytes(
-            (sum(sizes.values()) - shared_bytes) // ITEMSIZE[dtype], ITEMSIZE[dtype]
-        )
-        return other_bytes + shared_bytes, copied_bytes
+        share = min(1.0, room_bytes / (layers_bytes - copies_bytes))
+        return other_bytes + int(share * layers_bytes), int((1 - share) * copies_bytes)
 
     @property
     def _table_bytes(self) -> int:
         """Bytes of tables that a pass reads by rows, and that a stand-in has on the device."""
-        if self.form is None:
+        if not self.is_stand_in:
             return 0
         whole, rows = (
             self.model.needs_if(cuts_weights=False, looks_up_rows=by_rows).needed_budget_bytes

@@ -8,7 +8,6 @@ plans they are inputs that are there already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -134,43 +133,37 @@ def stand_in_of(model: Any, budget_bytes: int, form: PackedForm) -> Any:
     sizes = layers_to_pack(model)
     if not sizes:
         raise ConfigError(f"draft: {type(model).__name__} has no layer that can be packed.")
-    parameters = {id(p): p.nbytes for p in model.parameters()}
+    itemsize = model.dtype.itemsize
+    copies = {name: form.nbytes(n // itemsize, itemsize) for name, n in sizes.items()}
+    all_bytes = sum({id(p): p.nbytes for p in model.parameters()}.values())
     layers = [model.get_submodule(name) for name in sizes]
-    shared = layers_to_share(
-        sizes,
-        form,
-        itemsize=model.dtype.itemsize,
-        other_bytes=sum(parameters.values()) - sum(sizes.values()),
+    room_bytes = room_to_share(
+        all_bytes - sum(sizes.values()) + sum(copies.values()),
         largest_bytes=max(_matrix_bytes(p) for layer in layers for p in layer.parameters()),
         vocabulary=model.config.get_text_config().vocab_size,
         budget_bytes=budget_bytes,
     )
+    shared = set()
+    for at in spread_order(range(len(sizes))):
+        name = list(sizes)[at]
+        more = sizes[name] - copies[name]
+        if more <= room_bytes:
+            room_bytes -= more
+            shared.add(name)
     made = stand_in_for(model, [name for name in sizes if name not in shared], form)
     made.generation_config = drafting.own_settings(model)
     return made
 
 
-def layers_to_share(
-    sizes: Mapping[str, int],
-    form: PackedForm,
-    *,
-    itemsize: int,
-    other_bytes: int,
-    largest_bytes: int,
-    vocabulary: int,
-    budget_bytes: int,
-) -> set[str]:
-    """Choose the layers that a stand-in shares with its model, spread over the model.
+def room_to_share(
+    least_bytes: int, *, largest_bytes: int, vocabulary: int, budget_bytes: int
+) -> int:
+    """Return the bytes that a stand-in may take beyond the least, to share layers of its model.
 
-    With ``x`` bytes of layers shared, and ``r`` the size of a packed copy, a stand-in takes
-    ``x + r * (all - x)`` bytes beside the other weights. ``x`` fills what the budget leaves beside
-    the stream.
+    A layer that it shares takes its own bytes instead of those of a packed copy.
 
     Args:
-        sizes: Bytes of each layer that can be packed, in order.
-        form: The form of the copies.
-        itemsize: Bytes of a weight that is not packed.
-        other_bytes: Bytes of all weights that are not packed.
+        least_bytes: Bytes of a stand-in that has packed copies of all layers.
         largest_bytes: Bytes of the largest matrix in a layer.
         vocabulary: Tokens that the model knows.
         budget_bytes: The budget of both.
@@ -178,33 +171,25 @@ def layers_to_share(
     Raises:
         PlanInfeasibleError: The budget has no room for the copies.
     """
-    copies = {name: form.nbytes(n // itemsize, itemsize) for name, n in sizes.items()}
-    least = other_bytes + sum(copies.values())
 
     def bytes_beside(budget_bytes: int) -> int:
         _, logits_bytes = drafting.longest_draft(vocabulary, budget_bytes)
         stream_bytes = max(int(STREAM_SHARE * budget_bytes), STREAM_MATRICES * largest_bytes)
         return stream_bytes + logits_bytes
 
-    room = budget_bytes - bytes_beside(budget_bytes) - least
-    if room < 0:
+    room_bytes = budget_bytes - bytes_beside(budget_bytes) - least_bytes
+    if room_bytes < 0:
         need = budget_bytes
-        while need < (found := least + bytes_beside(need)):
+        while need < (found := least_bytes + bytes_beside(need)):
             need = found
         raise PlanInfeasibleError(
-            f"a stand-in of {form.name} takes {format_bytes(least)} and leaves "
+            f"a stand-in takes {format_bytes(least_bytes)} and leaves "
             f"{format_bytes(bytes_beside(budget_bytes))} to the model; device_budget is "
             f"{budget_bytes} bytes. Raise finepage.device_budget to >= {need}, or leave out "
             f"finepage.draft.",
             need,
         )
-    names, shared = list(sizes), set()
-    for at in spread_order(range(len(names))):
-        more = sizes[names[at]] - copies[names[at]]
-        if more <= room:
-            room -= more
-            shared.add(names[at])
-    return shared
+    return room_bytes
 
 
 def _matrix_bytes(weight: torch.Tensor) -> int:

@@ -108,6 +108,8 @@ class PassTable:
             longest = self._larger(bucket, settings)
         yield longest.sizes if longest.holds(values) else bucket.sizes
         if bucket.sizes != values:
+            exact = bucket.for_sizes(values)
+            self._of_sizes((graph, *exact.key), exact, settings)  # without room it ends here
             more = recording.room_to_grow(values, lambda g: self.maker.has_room(g, settings))
             while more:
                 yield recording.grown(values, more)

@@ -257,9 +257,9 @@ def test_a_call_whose_bucket_has_no_room_is_planned_for_the_longest_call_with_ro
     made, graph = remembering(budget_bytes=sized_need(37)), ManySizesGraph()
     assert made.find(graph, 5)[0] is not None
     (found,) = made.found(graph, 33)
-    assert graph.made == [10, 40, 37]
+    assert graph.made == [10, 40, 33, 37]
     assert made.find(graph, 34, 37, 33) == [found] * 3
-    assert graph.made == [10, 40, 37]
+    assert graph.made == [10, 40, 33, 37]
     with pytest.raises(PlanInfeasibleError) as caught:
         made.find(graph, 38)
     assert caught.value.min_budget_bytes == sized_need(38)
@@ -294,9 +294,20 @@ def sized_need(size: int) -> int:
 def test_smaller_sizes_follow_where_those_that_seemed_to_have_room_have_none() -> None:
     made, graph = remembering(), ManySizesGraph()
     passes = list(made.candidates(graph, 33))
-    assert graph.made == [40, 36, 34, 33]
+    assert graph.made == [40, 33, 36, 34]
     assert len(set(map(id, passes))) == 4
     assert made.counters.num_captures == 1
+
+
+def test_a_call_that_has_no_room_itself_is_refused_before_larger_ones_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, graph = remembering(budget_bytes=sized_need(30)), ManySizesGraph()
+    monkeypatch.setattr(made.table.maker, "has_room", lambda *_: True)  # before it is measured
+    with pytest.raises(PlanInfeasibleError) as caught:
+        made.found(graph, 33)
+    assert caught.value.min_budget_bytes == sized_need(33)
+    assert graph.made == [40, 33]
 
 
 def test_under_other_settings_the_whole_bucket_is_tried_again() -> None:
@@ -305,7 +316,7 @@ def test_under_other_settings_the_whole_bucket_is_tried_again() -> None:
     made.settings = run_settings(1 << 30)
     (second,) = made.found(graph, 33)
     assert second is not first
-    assert graph.made == [40, 37, 40]
+    assert graph.made == [40, 33, 37, 40]
 
 
 def test_a_size_outside_every_recording_is_recorded_again(
