@@ -25,7 +25,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
-from transformers.cli.serving.utils import GenerationState
+from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
@@ -48,7 +48,6 @@ class AttachedModel(ModelManager):
     """Loads one model and attaches it; no request takes its place or ends it.
 
     Attributes:
-        model_id: The name under which transformers keeps it.
         model: The model.
         processor: Its tokenizer, or what has one.
         handle: Its handle.
@@ -64,7 +63,7 @@ class AttachedModel(ModelManager):
             super().__init__(device="cpu", force_model=name)
         except (AttributeError, OSError, TypeError, ValueError) as error:
             raise ConfigError(f"serve: transformers cannot serve {name!r}: {error}") from None
-        ((self.model_id, loaded),) = self.loaded_models.items()
+        (loaded,) = self.loaded_models.values()
         self.model, self.processor = loaded.model, loaded.processor
         if not self.model.can_generate():
             kind = type(self.model).__name__
@@ -78,8 +77,8 @@ class AttachedModel(ModelManager):
         """Keep the model: one that is loaded again would not be attached."""
 
 
-class Generations(GenerationState):
-    """The generations of one model, each within the longest context.
+class Generations(GenerateManager):
+    """Generates as transformers does, within the longest context and while the client is there.
 
     Attributes:
         longest: Tokens of the longest context.
@@ -88,14 +87,23 @@ class Generations(GenerationState):
 
     def __init__(self, longest: int) -> None:
         """Generate nothing yet."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.longest, self.is_over = longest, threading.Event()
 
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """Return what generates for a handler."""
-        return _Bounded(super().get_manager(model_id, use_cb), self)
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Begin a generation, and return what its tokens come through."""
+        return super().generate_streaming(model, processor, self._within(inputs), *args, **kw)
 
-    def within(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Return the text of a generation, and its tokens."""
+        inputs = self._within(inputs)
+        return await super().generate_non_streaming(model, processor, inputs, *args, **kw)
+
+    def _within(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a generation that ends when its client has gone.
 
         Raises:
@@ -115,28 +123,6 @@ class Generations(GenerationState):
             return gone.is_set()
 
         return {"stopping_criteria": [has_gone], **inputs}
-
-
-class _Bounded:
-    """Generates as transformers does, within the longest context and while the client is there."""
-
-    def __init__(self, manager: Any, generations: Generations) -> None:
-        self._manager, self._within = manager, generations.within
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, *args: Any, **kw: Any
-    ) -> Any:
-        inputs = self._within(inputs)
-        return self._manager.generate_streaming(model, processor, inputs, *args, **kw)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, *args: Any, **kw: Any
-    ) -> Any:
-        inputs = self._within(inputs)
-        return await self._manager.generate_non_streaming(model, processor, inputs, *args, **kw)
 
 
 class _WatchClients:
@@ -185,7 +171,9 @@ class Server(uvicorn.Server):
 
 def app_of(served: AttachedModel, generations: Generations) -> FastAPI:
     """Return the application that answers requests to an attached model."""
-    given: dict[str, Any] = {"model_manager": served, "generation_state": generations}
+    state: Any = GenerationState()
+    state.get_manager = lambda *_, **__: generations
+    given: dict[str, Any] = {"model_manager": served, "generation_state": state}
     app: FastAPI = build_server(
         chat_handler=ChatCompletionHandler(**given),
         completion_handler=CompletionHandler(**given),
@@ -225,7 +213,6 @@ def warm_up(served: AttachedModel, generations: Generations) -> Iterator[int]:
     Raises:
         PlanInfeasibleError: Not even the shortest one has room.
     """
-    manager = generations.get_manager(served.model_id)
     settings = copy.deepcopy(served.model.generation_config)
     settings.do_sample = False
     for length in (lengths := warm_lengths(generations.longest)):
@@ -235,7 +222,7 @@ def warm_up(served: AttachedModel, generations: Generations) -> Iterator[int]:
         inputs["stopping_criteria"] = [lambda ids, *_, n=length, **__: ids.shape[1] >= n]
         given = (served.model, served.processor, inputs, settings)
         try:
-            asyncio.run(manager.generate_non_streaming(*given, request_id="warm-up"))
+            asyncio.run(generations.generate_non_streaming(*given, request_id="warm-up"))
         except PlanInfeasibleError:
             if length == lengths[-1]:
                 raise
