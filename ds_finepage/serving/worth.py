@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -55,22 +55,23 @@ def worth_of(
     except (OSError, ValueError) as error:
         raise ConfigError(f"serve: {model!r} cannot be read: {error}") from None
     dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    config = config.get_text_config()  # a model of images takes its steps with this part
     positions = context_of(config)
     seq = min(positions, TYPICAL_LENGTH)
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        capture = partial(capture_model, folder, profile=profile, dtype=dtype, **form)
+        capture = partial(capture_model, folder, batch=1, profile=profile, dtype=dtype, **form)
+        prompt = cache(lambda seq: capture(phase="prefill", seq=seq))
 
         def least_bytes(seq: int) -> int:
-            prompt = capture(phase="prefill", batch=1, seq=seq)
-            forms = forms_of(prompt, policy="finepage", split=True)
+            forms = forms_of(prompt(seq), policy="finepage", split=True)
             return min(needs.min_budget_bytes for _, needs in forms)
 
-        captured = capture(phase="decode", batch=1, seq=seq)
+        captured = capture(phase="decode", seq=seq)
         budget_bytes = budget_on(budget, captured.graph.weight_bytes, profile)
         plan = partial(plan_captured, budget_bytes=budget_bytes, profile=profile)
         step = plan(captured).figures
-        plan(capture(phase="prefill", batch=1, seq=LEAST_CONTEXT))  # refuses what has no room
+        plan(prompt(min(LEAST_CONTEXT, positions)))  # refuses what has no room
         longest = longest_context(least_bytes, positions, budget_bytes)
     figures = {
         "budget_bytes": budget_bytes,

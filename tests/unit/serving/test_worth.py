@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from ds_finepage.serving.worth import LEAST_CONTEXT, NUM_TRIES, longest_context, warm_lengths
+import pytest
+import transformers as hf
+
+from ds_finepage.config import DeviceBudget
+from ds_finepage.graph.profiles import load_profile
+from ds_finepage.serving.worth import (
+    LEAST_CONTEXT,
+    NUM_TRIES,
+    longest_context,
+    warm_lengths,
+    worth_of,
+)
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+
+
+def test_of_a_model_of_images_the_steps_of_its_text_model_are_predicted(tmp_path: Path) -> None:
+    text = hf.LlamaConfig(**SIZES, vocab_size=64, max_position_embeddings=40)
+    vision = hf.CLIPVisionConfig(**SIZES, image_size=56, patch_size=14)
+    hf.LlavaConfig(vision_config=vision, text_config=text, dtype="float32").save_pretrained(
+        tmp_path
+    )
+    budget = DeviceBudget.parse("2MiB", name="budget")
+    figures, longest = worth_of(str(tmp_path), budget, load_profile("t4"))
+    assert longest == 40
+    layer_bytes = 4 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert 2 * layer_bytes < figures["weights_bytes"] < 3 * layer_bytes
 
 
 @pytest.mark.parametrize("power", [1, 1.5, 2])
