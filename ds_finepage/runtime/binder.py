@@ -20,7 +20,13 @@ from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
-from ds_finepage.units import align_up
+from ds_finepage.units import NS_PER_S, align_up
+
+LEAST_GROWTH = 1 / 16
+"""Of an arena; it does not grow for less."""
+
+REBIND_NS = 50_000_000
+"""About the time in which the passes of a generation are bound to another arena."""
 
 
 def alternating_plan(found: Pass, arena_bytes: int) -> MemGraph | None:
@@ -55,9 +61,9 @@ class Binder:
     """Plans passes and binds them to device memory.
 
     All passes share one arena, so that weights stay resident between passes. Its size is the rest
-    of the budget beside the pass with the most non-arena bytes, and no more than passes need. A
-    plan stays good when the arena grows. A pass that does not fit in there gets an arena of its
-    own.
+    of the budget beside the pass with the most non-arena bytes, and no more than passes need. It
+    grows again when passes that have room for more have run for a while, so a long prompt does not
+    cost the short ones behind it. A pass that does not fit in there gets an arena of its own.
     """
 
     def __init__(
@@ -73,11 +79,12 @@ class Binder:
         self._memory = memory
         self._counters = counters
         self._hooks = hooks
-        self._most_arena_bytes: int | None = None  # for the shared arena; only ever shrinks
+        self._most_arena_bytes: int | None = None  # for the shared arena
+        self._missed_bytes = 0  # that passes have reloaded because it is not larger
 
     def reset_arena(self) -> None:
         """Choose the shared arena size again."""
-        self._most_arena_bytes = None
+        self._most_arena_bytes, self._missed_bytes = None, 0
 
     def bind(self, found: Pass, settings: RunSettings) -> Executor:
         """Bind a pass; plan it first where it has no plan for the present arena.
@@ -85,11 +92,11 @@ class Binder:
         Raises:
             PlanInfeasibleError: The pass does not fit in the budget.
         """
-        if found.executor is not None:
+        if found.executor is not None and not self._pays_to_grow(found, settings):
             return found.executor
         while True:
             arena_bytes = -self._ranks.most("arena", -self._arena_bytes(found, settings))
-            if found.memgraph is not None and found.memgraph.arena_bytes <= arena_bytes:
+            if found.take_plan_for(arena_bytes):
                 break
             planned = self._plan(found, arena_bytes, settings)
             found.set_plan(planned)
@@ -98,8 +105,29 @@ class Binder:
                 measured = self._table.measured(planned.memgraph.graph, settings)
                 if not found.count_rewritten_workspace(measured.workspace_bytes):
                     found.set_costs(measured)
+        assert found.memgraph is not None
         in_place = self._table.maker.meter.in_place(found.memgraph.graph)
         return self._memory.bind(found, arena_bytes, in_place, self._hooks)
+
+    def _pays_to_grow(self, found: Pass, settings: RunSettings) -> bool:
+        """Choose a larger arena where passes have reloaded as much for want of it as it costs.
+
+        It begins empty, so it costs its own bytes, and the time to bind passes to it.
+        """
+        if self._ranks is not ONE_RANK:  # they have to do it in one step
+            return False
+        before, self._most_arena_bytes = self._most_arena_bytes, None
+        largest_bytes = self._arena_bytes(found, settings)
+        more = largest_bytes - self._memory.held_bytes
+        self._most_arena_bytes = before
+        if more <= largest_bytes * LEAST_GROWTH:
+            return False
+        self._missed_bytes += more
+        rebind_bytes = REBIND_NS * settings.profile.h2d_bytes_per_s / NS_PER_S
+        if self._missed_bytes < largest_bytes + rebind_bytes:
+            return False
+        self.reset_arena()
+        return True
 
     def _plan(self, found: Pass, arena_bytes: int, settings: RunSettings) -> Planned:
         """Plan a pass; where the ranks collect weights, take the plan of rank 0."""

@@ -28,6 +28,13 @@ IGNORED_LIVE_BYTES = HOST_PROGRAM_SLACK_BYTES // 2
 """Live tensors of earlier passes count only above this; the slack of the budget covers less."""
 
 
+NEAR = 63 / 64
+"""A plan for so much of an arena is good enough for it."""
+
+MOST_PLANS = 4
+"""Plans that a pass keeps, each for another arena."""
+
+
 class Habit:
     """How often passes of one graph, for calls of any size, follow another pass."""
 
@@ -61,6 +68,8 @@ class Pass:
         self.needs = needs
         self.resident_bytes = resident_bytes
         self.memgraph: MemGraph | None = None
+        # Bytes of the arena -> plan, and the bytes that any plan reloads there.
+        self._plans: dict[int, tuple[MemGraph, int]] = {}
         self.executor: Executor | None = None
         self.alternating: Pass | None = None
         self.live_bytes, self.unfit_bytes = 0, -1
@@ -74,15 +83,31 @@ class Pass:
 
     def set_plan(self, planned: Planned) -> None:
         """Take a checked plan."""
-        self.executor = None
-        self.memgraph = planned.memgraph
-        self._arena_bytes = planned.memgraph.arena_bytes
-        self._lower_bound_bytes = planned.lower_bound_bytes
+        self._take(planned.memgraph, planned.lower_bound_bytes)
+
+    def _take(self, memgraph: MemGraph, lower_bound_bytes: int) -> None:
+        self.executor, self.memgraph = None, memgraph
+        self._arena_bytes, self._lower_bound_bytes = memgraph.arena_bytes, lower_bound_bytes
+        self._plans[memgraph.arena_bytes] = memgraph, lower_bound_bytes
+        if len(self._plans) > MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+
+    def take_plan_for(self, arena_bytes: int) -> bool:
+        """Take a plan that was made for about this arena, or has all that it needs in it.
+
+        Returns:
+            False where there is none.
+        """
+        enough = min(arena_bytes * NEAR, self.needs.needed_arena_bytes)
+        near = [n for n in self._plans if enough <= n <= arena_bytes]
+        if near:
+            self._take(*self._plans[max(near)])
+        return bool(near)
 
     def set_costs(self, graph: TaskGraph) -> None:
         """Take the measured costs of the tasks that the plan rewrote."""
         assert self.memgraph is not None
-        self.memgraph = replace(self.memgraph, graph=graph)
+        self._take(replace(self.memgraph, graph=graph), self._lower_bound_bytes)
 
     def bind(self, executor: Executor) -> None:
         """Take the executor of the plan."""
@@ -98,6 +123,7 @@ class Pass:
         if self.memgraph is not None:
             logger.debug("%s is planned again: %s", self.graph.name, why)
         self.executor = self.memgraph = None
+        self._plans.clear()
 
     # Needs.
 

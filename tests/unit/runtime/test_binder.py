@@ -20,6 +20,7 @@ from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
 from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.ranks import Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
 from tests.unit.planning.sketches import chain
@@ -39,6 +40,10 @@ class NoMemory:
     def __init__(self) -> None:
         self.residents: dict[str, Any] = {}
         self.arenas: list[int] = []
+
+    @property
+    def held_bytes(self) -> int:
+        return self.arenas[-1]
 
     def bind(self, found: Pass, arena_bytes: int, *_: Any) -> Any:
         assert found.memgraph is not None and found.memgraph.arena_bytes <= arena_bytes
@@ -84,6 +89,60 @@ def test_passes_share_the_smallest_arena() -> None:
     large.unbind()
     made.bind(large, settings)
     assert memory.arenas[-1] == 7 * NBYTES
+
+
+def test_the_arena_grows_again_when_passes_have_missed_what_that_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "REBIND_NS", 0)
+    made, memory, counters = binder()
+    short, long = sized_pass(GRAPH), sized_pass(GRAPH)
+    long.add_non_arena_bytes(NBYTES)
+    settings = settings_for(short, 7 * NBYTES)
+    for _ in range(2):
+        memory.arenas.clear()
+        short.unbind()
+        for found in (short, long):
+            made.bind(found, settings)
+        short.unbind()  # as the arena that it was bound to is gone
+        executors = [made.bind(short, settings) for _ in range(7)]
+        assert memory.arenas == [7 * NBYTES, 6 * NBYTES, 6 * NBYTES]
+        assert len(set(map(id, executors))) == 1
+        made.bind(short, settings)  # a seventh of the arena was missed seven times
+        assert memory.arenas[-1] == 7 * NBYTES
+        assert short.memgraph is not None and short.memgraph.arena_bytes == 7 * NBYTES
+        long.unbind()
+        assert counters.num_plans == 3  # it has a plan for each of both
+    made._ranks = Ranks()  # they have to grow together
+    made.bind(long, settings)
+    short.unbind()
+    for _ in range(20):
+        made.bind(short, settings)
+    assert memory.arenas[-2:] == [6 * NBYTES] * 2
+
+
+def test_the_time_to_bind_passes_is_a_cost_of_a_larger_arena() -> None:
+    made, memory, _ = binder()
+    short, long = sized_pass(GRAPH), sized_pass(GRAPH)
+    long.add_non_arena_bytes(NBYTES)
+    settings = settings_for(short, 7 * NBYTES)
+    made.bind(long, settings)
+    for _ in range(100):
+        made.bind(short, settings)
+    made.bind(sized_pass(GRAPH), settings)
+    assert memory.arenas == [6 * NBYTES] * 3
+
+
+def test_for_little_the_arena_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REBIND_NS", 0)
+    made, memory, _ = binder()
+    short, long = sized_pass(GRAPH), sized_pass(GRAPH)
+    long.add_non_arena_bytes(UNIT)
+    settings = settings_for(short, 7 * NBYTES)
+    made.bind(long, settings)
+    for _ in range(200):
+        made.bind(short, settings)
+    assert len(set(memory.arenas)) == 1
 
 
 def test_the_arena_is_no_larger_than_the_passes_need() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ds_finepage.execution.executor import PassCounters
 from ds_finepage.planning.pipeline import plan_checked
-from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.passes import MOST_PLANS, Pass
 from tests.unit.planning.sketches import chain
 from tests.unit.runtime.settings import run_settings, sized_pass
 
@@ -51,6 +51,26 @@ def test_a_pass_loses_its_executor_before_its_plan() -> None:
     found.invalidate_plan("a test")
     assert found.executor is None and found.memgraph is None
     assert found.stats().arena_bytes == ARENA  # of its last plan
+
+
+def test_a_pass_keeps_a_few_plans_each_for_about_its_arena() -> None:
+    found, planning = sized_pass(chain(9, nbytes=NBYTES)), run_settings().planning
+    for arena_bytes in (ARENA, ARENA - NBYTES, ARENA - 2 * NBYTES):
+        found.set_plan(plan_checked(found.graph, arena_bytes, planning))
+    assert found.take_plan_for(ARENA + 64) and found.memgraph is not None
+    assert found.memgraph.arena_bytes == found.stats().arena_bytes == ARENA
+    graph = replace(found.graph, name="costs")
+    found.set_costs(graph)
+    assert not found.take_plan_for(ARENA - 64)  # a larger one does not fit, a smaller is too small
+    assert not found.take_plan_for(ARENA * 5 // 4)
+    assert found.take_plan_for(ARENA) and found.memgraph.graph is graph
+    for number in range(1, MOST_PLANS):
+        found.set_plan(plan_checked(found.graph, ARENA + number * NBYTES, planning))
+    assert not found.take_plan_for(ARENA - NBYTES)
+    found.set_plan(plan_checked(found.graph, found.needs.needed_arena_bytes, planning))
+    assert found.take_plan_for(1 << 30)  # more has no use for it
+    found.invalidate_plan("a test")
+    assert not found.take_plan_for(1 << 30)
 
 
 def test_more_workspace_of_rewritten_tasks_counts_once() -> None:
