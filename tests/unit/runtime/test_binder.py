@@ -121,28 +121,19 @@ def test_the_arena_grows_again_when_passes_have_missed_what_that_costs(
     assert memory.arenas[-2:] == [6 * NBYTES] * 2
 
 
-def test_the_time_to_bind_passes_is_a_cost_of_a_larger_arena() -> None:
+@pytest.mark.parametrize(("more_bytes", "rebind_ns"), [(NBYTES, None), (UNIT, 0)])
+def test_the_arena_does_not_grow_for_less_than_it_costs(
+    monkeypatch: pytest.MonkeyPatch, more_bytes: int, rebind_ns: int | None
+) -> None:
+    if rebind_ns is not None:
+        monkeypatch.setattr(module, "REBIND_NS", rebind_ns)
     made, memory, _ = binder()
-    short, long = sized_pass(GRAPH), sized_pass(GRAPH)
-    long.add_non_arena_bytes(NBYTES)
+    short, long, other = (sized_pass(GRAPH) for _ in range(3))
+    long.add_non_arena_bytes(more_bytes)
     settings = settings_for(short, 7 * NBYTES)
-    made.bind(long, settings)
-    for _ in range(100):
-        made.bind(short, settings)
-    made.bind(sized_pass(GRAPH), settings)
-    assert memory.arenas == [6 * NBYTES] * 3
-
-
-def test_for_little_the_arena_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REBIND_NS", 0)
-    made, memory, _ = binder()
-    short, long = sized_pass(GRAPH), sized_pass(GRAPH)
-    long.add_non_arena_bytes(UNIT)
-    settings = settings_for(short, 7 * NBYTES)
-    made.bind(long, settings)
-    for _ in range(200):
-        made.bind(short, settings)
-    assert len(set(memory.arenas)) == 1
+    for found in (long, *[short] * 200, other):
+        made.bind(found, settings)
+    assert memory.arenas == [7 * NBYTES - more_bytes] * 3
 
 
 def test_the_arena_is_no_larger_than_the_passes_need() -> None:
