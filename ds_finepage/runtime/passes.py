@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 IGNORED_LIVE_BYTES = HOST_PROGRAM_SLACK_BYTES // 2
 """Live tensors of earlier passes count only above this; the slack of the budget covers less."""
 
-
 NEAR = 63 / 64
 """A plan for so much of an arena is good enough for it."""
 
