@@ -116,10 +116,8 @@ class Binder:
         """
         if self._ranks is not ONE_RANK:  # they have to do it in one step
             return False
-        before, self._most_arena_bytes = self._most_arena_bytes, None
-        largest_bytes = self._arena_bytes(found, settings)
+        largest_bytes = min(_allowed_bytes(found, settings), self._wanted_bytes(found, settings))
         more = largest_bytes - self._memory.held_bytes
-        self._most_arena_bytes = before
         if more <= largest_bytes * LEAST_GROWTH:
             return False
         self._missed_bytes += more
@@ -144,8 +142,7 @@ class Binder:
 
     def _arena_bytes(self, found: Pass, settings: RunSettings) -> int:
         """Return the size of the arena that a pass runs in; refuse one that fits in none."""
-        needs, alignment = found.needs, settings.planning.alignment
-        allowed = (settings.budget_bytes - needs.non_arena_bytes) // alignment * alignment
+        needs, allowed = found.needs, _allowed_bytes(found, settings)
         if needs.min_arena_bytes > allowed:
             needs.require_room(settings.budget_bytes)
             return allowed  # a pass that cannot run takes nothing from the others
@@ -153,7 +150,17 @@ class Binder:
         self._most_arena_bytes = min(most, allowed)
         if needs.min_arena_bytes > self._most_arena_bytes:
             return allowed
+        return min(self._most_arena_bytes, self._wanted_bytes(found, settings))
+
+    def _wanted_bytes(self, found: Pass, settings: RunSettings) -> int:
+        """Return the bytes of an arena beyond which more have no use."""
         if settings.planning.policy not in CYCLIC:
-            return self._most_arena_bytes  # where plans leave gaps, more bytes save copies
-        wanted = max(self._table.maker.most_arena_bytes, needs.needed_arena_bytes)
-        return min(self._most_arena_bytes, align_up(wanted, alignment))
+            return settings.budget_bytes  # where plans leave gaps, more bytes save copies
+        wanted = max(self._table.maker.most_arena_bytes, found.needs.needed_arena_bytes)
+        return align_up(wanted, settings.planning.alignment)
+
+
+def _allowed_bytes(found: Pass, settings: RunSettings) -> int:
+    """Return the bytes of the largest arena that the budget leaves to a pass."""
+    alignment = settings.planning.alignment
+    return (settings.budget_bytes - found.needs.non_arena_bytes) // alignment * alignment
