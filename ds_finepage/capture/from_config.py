@@ -58,9 +58,6 @@ from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.taskgraph import BufferKind, GraphInput, GraphOutput, TaskGraph
 from ds_finepage.units import require_count
 
-TOKENS_FIRST = (2, 0, 1, 3)
-"""Permutes (batch, heads, tokens, width) to the order of host memory."""
-
 SOURCE_ROWS = "source."
 """Begins the names of the keys and values that a decoder has of the encoder's tokens."""
 
@@ -434,17 +431,16 @@ class _HostRows(_LayerRows):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = key_states, value_states
-        if self._num_past:
-            if not self.is_initialized:
-                self.lazy_initialization(key_states, value_states)
-            assert self.keys is not None and self.values is not None
-            to_device = self._host_ops.to_device
-            keys = torch.cat([to_device(self.keys, key_states), key_states], dim=-2)
-            values = torch.cat([to_device(self.values, value_states), value_states], dim=-2)
-        for states in (key_states, value_states):
-            self._new_rows.append(self._host_ops.to_host(states.permute(TOKENS_FIRST)))
+        if self._num_past and not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, new_keys = self._host_ops.append(self.keys, key_states)
+        values, new_values = self._host_ops.append(self.values, value_states)
+        self._new_rows += (new_keys, new_values)
         return keys, values
+
+    def _rows_like(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, width = states.shape
+        return torch.empty(self._num_rows, batch, heads, width, dtype=states.dtype)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return how many rows attention reads, and how many came before them."""

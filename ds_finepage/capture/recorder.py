@@ -221,7 +221,9 @@ class Recorder(TorchDispatchMode):
             raise CaptureError("only what the caller brings in host memory can be brought in")
         draft.kind = BufferKind.HOST
         nbytes = size_of(result.untyped_storage().nbytes())
-        buffer = self.add_buffer(result, BufferKind.WEIGHT, nbytes, f"{draft.name} on the device")
+        # Their number is the name of the same rows in each graph of a model.
+        name = f"KV rows {sum(b.handed is not None for b in self.buffers)}"
+        buffer = self.add_buffer(result, BufferKind.WEIGHT, nbytes, name)
         self.buffers[buffer].handed = given
 
     def _record(
@@ -246,12 +248,11 @@ class Recorder(TorchDispatchMode):
         if not written and not fresh:
             return  # a view
         for buffer in written:
-            if self.buffers[buffer].kind in (BufferKind.WEIGHT, BufferKind.CONSTANT):
-                raise self.buffers[buffer].refusal(
-                    f"{func} writes to {self.buffers[buffer].kind.value} "
-                    f"{self.buffers[buffer].name or buffer}"
-                )
-            self.buffers[buffer].is_written = True
+            draft = self.buffers[buffer]
+            is_fixed = draft.kind in (BufferKind.WEIGHT, BufferKind.CONSTANT)
+            if is_fixed and draft.handed is None:
+                raise draft.refusal(f"{func} writes to {draft.kind.value} {draft.name or buffer}")
+            draft.is_written = True
         # An op that changes a buffer in place may leave part of it as it was, so it reads it too.
         reads = {self._buffer_of(t) for t in given} | written
         count = FLOP_COUNTS.get(str(func.overloadpacket))

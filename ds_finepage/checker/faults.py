@@ -11,7 +11,7 @@ class Fault(str, enum.Enum):
 
     # The taskgraph and the shape of the memgraph. With one of these, the checker stops.
     TASKGRAPH = "taskgraph"  # ids are not positions, or a task names its buffers badly
-    WEIGHT_WRITTEN = "weight_written"  # a task writes or touches a weight
+    WEIGHT_WRITTEN = "weight_written"  # a task changes a weight that is no rows of a KV cache
     ALIGNMENT = "alignment"  # not positive
     NODE_ID = "node_id"  # not the node's position
     NODE_FIELDS = "node_fields"  # a field is missing, superfluous or out of range

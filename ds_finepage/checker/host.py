@@ -45,7 +45,7 @@ class HostCopies:
         """Verify an OFFLOAD, which overwrites the host copy with some contents."""
         buffer, _ = placed(node)
         is_weight = self._graph.buffers[buffer].kind is BufferKind.WEIGHT
-        if is_weight and self._memgraph.policy != PUBLISHED:
+        if is_weight and self.contents[buffer] == contents and self._memgraph.policy != PUBLISHED:
             text = "copies a weight; the host has it already"
             self._report.wrong(Fault.WEIGHT_OFFLOADED, node.id, text)
         if not contents.is_defined:

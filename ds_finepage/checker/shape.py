@@ -7,7 +7,7 @@ from functools import partial
 
 from ds_finepage.checker.faults import Fault, Violation
 from ds_finepage.graph.memgraph import Edge, MemGraph, NodeKind
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import Buffer, BufferKind, TaskGraph
 
 
 def shape_violations(memgraph: MemGraph) -> list[Violation]:
@@ -37,9 +37,13 @@ def _taskgraph_shape(graph: TaskGraph) -> Iterator[Violation]:
             for b in ids:
                 if not 0 <= b < len(graph.buffers):
                     yield wrong(f"{task.where}: buffer {b} is outside 0..{len(graph.buffers) - 1}")
-                elif changes and graph.buffers[b].kind is BufferKind.WEIGHT:
+                elif changes and _is_fixed(graph, graph.buffers[b]):
                     text = f"{task.where} changes {title_of(graph, b)}; weights are read-only"
                     yield Violation(Fault.WEIGHT_WRITTEN, None, text)
+
+
+def _is_fixed(graph: TaskGraph, buffer: Buffer) -> bool:
+    return buffer.kind is BufferKind.WEIGHT and not graph.is_handed(buffer)
 
 
 def _broken_rows(graph: TaskGraph) -> Iterator[str]:

@@ -159,7 +159,7 @@ class Walk:
                 continue
             if not self._is_weight(buffer):
                 wrong(Fault.ENTRY_MISMATCH, node.id, "is not a weight")
-            if self.graph.buffers[buffer].gather is not None:
+            elif not self.graph.can_be_kept(self.graph.buffers[buffer]):
                 wrong(Fault.GATHER_KEPT, node.id, "holds the rows of the last call")
             if buffer in self.lives:
                 wrong(Fault.ALREADY_LIVE, node.id, "is resident twice")
@@ -173,10 +173,12 @@ class Walk:
         resident: list[Residency] = []
         for buffer, life in sorted(self.lives.items()):
             name = title_of(self.graph, buffer)
+            is_final = life.contents == self.final[buffer]
+            if not is_final and (life.extent is None or life.contents.is_defined):
+                text = f"{name} ends with other contents than program order gives it"
+                wrong(Fault.STALE_CONTENTS, None, text)
             if life.extent is None:
-                if life.contents != self.final[buffer]:
-                    text = f"{name} ends with other contents than program order gives it"
-                    wrong(Fault.STALE_CONTENTS, None, text)
+                pass
             elif not self._is_weight(buffer):
                 wrong(Fault.NOT_RELEASED, life.holder, f"{name} is never dropped")
             elif life.contents.is_defined:

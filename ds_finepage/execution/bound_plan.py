@@ -76,6 +76,8 @@ class BoundPlan:
         self.tensors = CallTensors(graph, self.sizes, device=arena.bytes.device, pinned=pool.pinned)
         self.patches: list[Patch] = []
         self.recordable: set[int] = set()
+        offloads = [n for n in memgraph.nodes if n.kind is NodeKind.OFFLOAD]
+        self._first_offloads = {n.buffer: n.id for n in reversed(offloads)}
         self.routed: list[RoutedReload] = []
         self.route_reads: dict[tuple[int, int], RouteRead] = {}
         bound = ((node.id, self._bind(node)) for node in memgraph.nodes)
@@ -162,10 +164,14 @@ class BoundPlan:
         assert node.buffer is not None and node.extent is not None
         buffer = self._graph.buffers[node.buffer]
         on_device = self.arena.slice(node.extent, buffer.nbytes)
-        if self._graph.is_handed(buffer):
-            assert buffer.gather is not None
-            return _reload_of_host_tensor(on_device, self.sources.of_host_tensor(buffer.gather))
-        if buffer.kind is BufferKind.WEIGHT and node.kind is not NodeKind.OFFLOAD:
+        # The pass may have written rows of a KV cache, so an offloaded copy of them is the newest.
+        is_in_pool = node.id >= self._first_offloads.get(buffer.id, len(self.memgraph.nodes))
+        is_handed = self._graph.is_handed(buffer)
+        if is_handed and not is_in_pool:
+            is_entry = node.kind is NodeKind.RESIDENT
+            return self.sources.reload_of_rows(buffer, on_device, is_entry=is_entry)
+        is_weight = buffer.kind is BufferKind.WEIGHT and not is_handed
+        if is_weight and node.kind is not NodeKind.OFFLOAD:
             on_host = self.sources.of_weight(buffer)  # an offloaded copy has the same bytes
         else:
             on_host = self._pool.slice(self._slots[buffer.id], buffer.nbytes)
@@ -211,13 +217,3 @@ class BoundPlan:
         extent = self.memgraph.placements[node][view.buffer]
         read = self._read_of(route.tensor, route.source, extent)
         return RoutedReload(route, on_device, on_host, read)
-
-
-def _reload_of_host_tensor(on_device: torch.Tensor, source: list[torch.Tensor]) -> Action:
-    """Bind a reload of a call's own tensor, which may be smaller than planned."""
-
-    def reload() -> None:
-        (on_host,) = source
-        copy_master(on_device[: on_host.numel()], on_host)
-
-    return reload

@@ -7,7 +7,7 @@ keeps no tensor of the caller alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ds_finepage.execution.bound_plan import BoundPlan
+from ds_finepage.execution.host_ops import identity_of
 from ds_finepage.execution.lanes import Action, Lanes
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.execution.replay import Graphs, replayed
@@ -24,8 +25,18 @@ from ds_finepage.graph.collectives import collects_of
 from ds_finepage.graph.memgraph import Extent, Lane, Node, NodeKind
 from ds_finepage.graph.taskgraph import Task
 
-Residents = dict[str, Extent]
-"""The weights that are valid in the arena: ``Buffer.key`` -> extent."""
+
+class Residents(dict[str, Extent]):
+    """The weights and the rows of KV caches that are valid in the arena: ``Buffer.key`` -> extent.
+
+    Attributes:
+        rows: Key of rows -> whose rows they are, and how many bytes of them are valid.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[str, tuple[object, int]] = {}
+
 
 MOST_PROGRAMS = 4
 """Lowered programs that an executor keeps: one for each way in which it found the arena."""
@@ -90,8 +101,15 @@ class Executor:
         if graphs is not None:
             self._replayed = replayed(self._steady, self.actions, bound.recordable, graphs)
         reloads = (n.buffer for n in memgraph.nodes if n.kind is NodeKind.RELOAD)
-        self._planned_reload_bytes = sum(self._host_bytes(b) for b in reloads if b is not None)
         buffers = self._graph.buffers
+        position_of = {i.tensor: i.position for i in self._graph.inputs}
+        # Rows of KV caches -> the argument that has them.
+        self._rows = {
+            b.id: position_of[b.gather]
+            for b in buffers
+            if b.gather is not None and self._graph.is_handed(b)
+        }
+        self._reloads = [b for b in reloads if b is not None]
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
         self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
         self._offloaded_bytes = memgraph.offloaded_bytes
@@ -122,7 +140,11 @@ class Executor:
         Raises:
             TaskMismatchError: An argument has another shape, or other strides, than planned.
         """
-        self.entry_missing = missing = self._missing(residents)
+        live = {b: (identity_of(args[p]), args[p].nbytes) for b, p in self._rows.items()}
+        in_place = self._rows_in_place(live, residents)
+        missing = self._missing(residents)
+        missing |= {b for b, nbytes in in_place.items() if nbytes < live[b][1]}
+        self.entry_missing = missing
         others = {k: e for k, e in residents.items() if k not in self._exit and self._leaves(e)}
         residents.clear()
         bound = self._bound
@@ -135,7 +157,7 @@ class Executor:
         for read in bound.route_reads.values():
             read.forget()
         self._lanes.follow()  # it may still read the rows that are filled now
-        bound.sources.fill(args)
+        bound.sources.fill(args, in_place)
         for patch in bound.patches:
             assert patch.tensor is not None
             patch.container[patch.key] = tensors[patch.tensor]
@@ -145,8 +167,11 @@ class Executor:
             for patch in bound.patches:
                 patch.container[patch.key] = None
             bound.sources.clear()
-        self.counters = self._counted(missing)
+        self.counters = self._counted(missing, live, in_place)
         residents |= {**others, **self._exit}
+        for buffer, (identity, _) in live.items():
+            found = self._graph.buffers[buffer]
+            residents.rows[found.key] = identity, bound.sizes.nbytes(found)
         return bound.tensors.outputs(args, host_outputs, tensors)
 
     def collects(self, residents: Residents) -> str:
@@ -155,7 +180,7 @@ class Executor:
         Args:
             residents: The weights in the arena before the pass.
         """
-        return self._collects(self._missing(residents))
+        return self._collects(self._missing(residents))  # rows of KV caches are collected nowhere
 
     def _host_bytes(self, buffer: int) -> int:
         """Return the bytes that a reload of a buffer copies from this rank's host memory."""
@@ -169,11 +194,41 @@ class Executor:
     def _missing(self, residents: Residents) -> frozenset[int]:
         return frozenset(b for b, key, extent in self._entry if residents.get(key) != extent)
 
-    def _counted(self, missing: frozenset[int]) -> PassCounters:
+    def _rows_in_place(
+        self, live: Mapping[int, tuple[object, int]], residents: Residents
+    ) -> dict[int, int]:
+        """Return the bytes of each kept buffer of rows that are in its extent already.
+
+        Rows that the caller has cut off since are valid nowhere any more.
+        """
+        lengths = dict(live.values())
+        residents.rows = {
+            key: (identity, min(nbytes, lengths.get(identity, nbytes)))
+            for key, (identity, nbytes) in residents.rows.items()
+            if key in residents
+        }
+        found = {}
+        for buffer, key, extent in self._entry:
+            if buffer in live:
+                identity, nbytes = residents.rows.get(key, (None, 0))
+                is_valid = residents.get(key) == extent and identity is live[buffer][0]
+                found[buffer] = nbytes if is_valid else 0
+        return found
+
+    def _counted(
+        self,
+        missing: frozenset[int],
+        live: Mapping[int, tuple[object, int]],
+        in_place: Mapping[int, int],
+    ) -> PassCounters:
         skipped = sum(reload.skipped_bytes for reload in self._bound.routed)
-        entry = sum(self._host_bytes(b) for b in missing)
+
+        def copied(buffer: int) -> int:
+            return live[buffer][1] if buffer in live else self._host_bytes(buffer)
+
+        entry = sum(copied(b) - in_place.get(b, 0) for b in missing)
         return PassCounters(
-            reloaded_bytes=self._planned_reload_bytes - skipped + entry,
+            reloaded_bytes=sum(map(copied, self._reloads)) - skipped + entry,
             entry_reloaded_bytes=entry,
             offloaded_bytes=self._offloaded_bytes,
         )

@@ -1,24 +1,44 @@
 """Two ops that copy between host memory and the device.
 
-A KV cache in host memory calls them in its forward. In eager PyTorch they copy. Capture knows them:
-the result of ``to_device`` is a buffer that the plan reloads like a weight, and the result of
-``to_host`` is an output in host memory.
+A KV cache in host memory calls them in its forward. Rows lie there with tokens as the first
+dimension, so the live rows are a prefix. In eager PyTorch the ops copy. Capture knows them:
+the result of ``to_device`` is a buffer that the plan keeps or reloads like a weight, and the result
+of ``to_host`` is an output in host memory.
 """
 
 from __future__ import annotations
 
 import torch
 
+TOKENS_FIRST = (2, 0, 1, 3)
+"""Permutes (batch, heads, tokens, width) to the order of rows in host memory."""
+
+HEADS_SECOND = (1, 2, 0, 3)
+"""Permutes the order of rows in host memory back."""
+
 
 @torch.library.custom_op("finepage::to_device", mutates_args=())
-def to_device(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``rows`` on the device of ``like``, contiguous and of the same shape."""
-    return rows.to(like.device, copy=True, memory_format=torch.contiguous_format)
+def to_device(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``rows`` on the device of ``new``, with room behind them for the new ones.
+
+    The caller writes them in the same forward: behind it the plan takes the room for live rows.
+
+    Args:
+        rows: Of shape (tokens, batch, heads, width).
+        new: Of shape (batch, heads, new tokens, width).
+    """
+    found = _with_room(rows, new)
+    found[: len(rows)].copy_(rows)
+    return found
 
 
 @to_device.register_fake
-def _(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty(rows.shape, device=like.device)
+def _(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return _with_room(rows, new)
+
+
+def _with_room(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0] + new.shape[2], *rows.shape[1:]), device=new.device)
 
 
 @torch.library.custom_op("finepage::to_host", mutates_args=())
@@ -30,6 +50,37 @@ def to_host(rows: torch.Tensor) -> torch.Tensor:
 @to_host.register_fake
 def _(rows: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(rows.shape, device="cpu")
+
+
+def append(rows: torch.Tensor | None, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put new rows behind those in host memory.
+
+    Args:
+        rows: The live rows in host memory, of shape (tokens, batch, heads, width); None for none.
+        new: Rows on the device, of shape (batch, heads, new tokens, width).
+
+    Returns:
+        All rows on the device, in the order of ``new``; the new ones in host memory.
+    """
+    found = new
+    if rows is not None:
+        on_device: torch.Tensor = to_device(rows, new)
+        on_device[len(rows) :].copy_(new.permute(TOKENS_FIRST))
+        found = on_device.permute(HEADS_SECOND)
+    return found, to_host(new.permute(TOKENS_FIRST))
+
+
+def identify(rows: torch.Tensor, identity: object) -> None:
+    """Tell whose rows a tensor in host memory has; what follows them later has the same identity.
+
+    The arena may keep a copy of rows from call to call. It is valid for that identity alone.
+    """
+    rows.__dict__["finepage_identity"] = identity
+
+
+def identity_of(rows: torch.Tensor) -> object:
+    """Return whose rows a tensor has; something new where that is not known."""
+    return rows.__dict__.get("finepage_identity") or object()
 
 
 def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:

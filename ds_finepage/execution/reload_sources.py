@@ -15,6 +15,7 @@ import torch
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.host_ops import host_bytes
+from ds_finepage.execution.lanes import Action
 from ds_finepage.graph.routes import Route
 from ds_finepage.graph.taskgraph import Buffer, TaskGraph
 
@@ -46,6 +47,7 @@ class ReloadSources:
         # Buffer -> (table, rows of this call), both of shape (rows, bytes of a row).
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._host_tensors: dict[int, list[torch.Tensor]] = {}  # tensor -> its bytes in this call
+        self._in_place: Mapping[int, int] = {}
 
     def of_weight(self, buffer: Buffer) -> torch.Tensor:
         """Return the bytes of a weight, of a slice of it, or of its rows, as 1-d uint8.
@@ -82,9 +84,23 @@ class ReloadSources:
         first = buffer.offset // num
         return master[:end].view(num, -1)[:, first : first + buffer.nbytes // num]
 
-    def of_host_tensor(self, tensor: int) -> list[torch.Tensor]:
-        """Return a list that holds the bytes of an argument in host memory while a pass runs."""
-        return self._host_tensors.setdefault(tensor, [])
+    def reload_of_rows(self, rows: Buffer, on_device: torch.Tensor, *, is_entry: bool) -> Action:
+        """Bind a reload of an argument in host memory, which may be smaller than planned.
+
+        Args:
+            rows: The buffer.
+            on_device: The bytes of its extent.
+            is_entry: Those that :meth:`fill` gets as in place are left out.
+        """
+        assert rows.gather is not None
+        source = self._host_tensors.setdefault(rows.gather, [])
+
+        def reload() -> None:
+            (on_host,) = source
+            begin = self._in_place.get(rows.id, 0) if is_entry else 0
+            copy_master(on_device[begin : on_host.numel()], on_host[begin:])
+
+        return reload
 
     def _rows_of(self, buffer: Buffer, indices: int, master: torch.Tensor) -> torch.Tensor:
         if buffer.id not in self._rows:
@@ -93,8 +109,15 @@ class ReloadSources:
             self._rows[buffer.id] = (master.view(-1, row_bytes), rows.view(-1, row_bytes))
         return self._rows[buffer.id][1].view(-1)
 
-    def fill(self, args: Sequence[Any]) -> None:
-        """Take the sources of one pass from the call's arguments."""
+    def fill(self, args: Sequence[Any], in_place: Mapping[int, int]) -> None:
+        """Take the sources of one pass.
+
+        Args:
+            args: The call's arguments.
+            in_place: Rows of a KV cache -> how many of their first bytes are in the extent in which
+                the plan keeps them.
+        """
+        self._in_place = in_place
         if self._rows:
             self.gather_rows(args)
         for tensor, source in self._host_tensors.items():

@@ -267,6 +267,12 @@ class TaskGraph:
             return False
         return self.buffers[self.tensors[buffer.gather].buffer].kind is BufferKind.HOST
 
+    def can_be_kept(self, buffer: Buffer) -> bool:
+        """Tell whether a buffer may stay in the arena from pass to pass."""
+        return buffer.kind is BufferKind.WEIGHT and (
+            buffer.gather is None or self.is_handed(buffer)
+        )
+
     def paged(self, task: Task) -> tuple[int, ...]:
         """Return the buffers of a task that live in the arena, sorted."""
         return self._paged[task.index]

@@ -244,7 +244,7 @@ def _rooms(
         for b in graph.buffers
     ]
     weights = {b.id: b.nbytes for b in graph.buffers if b.kind is BufferKind.WEIGHT}
-    per_call = {b for b in weights if graph.buffers[b].gather is not None}
+    per_call = {b for b in weights if not graph.can_be_kept(graph.buffers[b])}
     for task, arena in zip(graph.tasks, arenas, strict=True):
         named = {*task.reads, *task.writes, *task.touches}
         kept = [b for b in named if b in weights and b not in per_call]

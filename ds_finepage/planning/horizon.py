@@ -29,7 +29,7 @@ already. Rows of an embedding table and of a KV cache are dropped all the same. 
 from __future__ import annotations
 
 from ds_finepage.graph.memgraph import PUBLISHED, Extent, MemGraph
-from ds_finepage.graph.taskgraph import BufferKind, Task
+from ds_finepage.graph.taskgraph import Task
 from ds_finepage.graph.unpacking import unpacked_buffers
 from ds_finepage.planning.blocks import BlockList
 from ds_finepage.planning.builder import MemGraphBuilder
@@ -240,8 +240,7 @@ class HorizonPlanner:
             if self._position[buffer] < len(self._uses[buffer]):
                 continue
             held = self._graph.buffers[buffer]
-            is_kept = held.kind is BufferKind.WEIGHT and held.gather is None
-            if not is_kept or buffer in self._streamed:
+            if not self._graph.can_be_kept(held) or buffer in self._streamed:
                 self._blocks.free(buffer, self._builder.drop(buffer))
                 freed = True
         return freed

@@ -44,7 +44,7 @@ class DeviceMemory:
     """
 
     def __init__(self, weights: WeightTable, settings: RunSettings) -> None:
-        self.residents: Residents = {}
+        self.residents = Residents()
         self._weights = weights
         self._device = settings.device
         self._arena: Arena | None = None

@@ -43,7 +43,7 @@ def test_bytes_time_and_layout_stay_close_to_the_bounds(
 
 
 @pytest.mark.parametrize("percent", (10, 75))
-def test_a_kv_cache_in_host_memory_makes_a_prefill_faster_and_a_step_slower(
+def test_a_kv_cache_in_host_memory_makes_a_prefill_faster_and_a_step_no_slower(
     captured: CapturedModel, percent: int
 ) -> None:
     budget_bytes, profile = captured.graph.weight_bytes * percent // 100, load_profile("h200")
@@ -52,7 +52,10 @@ def test_a_kv_cache_in_host_memory_makes_a_prefill_faster_and_a_step_slower(
         for place in ("auto", "host")
     )
     assert there.kv_on_host and not here.kv_on_host
-    assert (there.predicted_ns < here.predicted_ns) is (captured.phase == "prefill")
+    if captured.phase == "prefill":
+        assert there.predicted_ns < here.predicted_ns
+    else:  # most of its rows stay on the device
+        assert there.predicted_ns == pytest.approx(here.predicted_ns, rel=0.01)
     assert there.lower_bound_ns <= there.predicted_ns
     assert there.peak_bytes <= budget_bytes
 

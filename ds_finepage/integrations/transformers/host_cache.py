@@ -2,9 +2,10 @@
 
 A :class:`HostLayer` replaces a dynamic layer of transformers inside the caller's cache object.
 :mod:`.handed_out` gives the callers their own layers back. Rows lie in host memory with tokens as
-the first dimension, so the live rows are a prefix and new rows follow. The forward reloads the live
-rows, appends the new ones on the device, and returns only the new ones. Between two calls the new
-rows are copied to the end of the live rows.
+the first dimension, so the live rows are a prefix and new rows follow. The plan keeps a copy of
+some layers on the device, and reloads the others. The forward appends the new rows on the device,
+and returns them. Between two calls they are copied to the end of the live rows, so host memory has
+all rows.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from ds_finepage._compat.transformers import (
     is_initialized,
     takes_cache,
 )
-from ds_finepage.capture.from_config import TOKENS_FIRST
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.device import device_of
-from ds_finepage.execution.host_ops import host_bytes, to_device, to_host
+from ds_finepage.execution.host_ops import (
+    HEADS_SECOND,
+    TOKENS_FIRST,
+    append,
+    host_bytes,
+    identify,
+)
 from ds_finepage.integrations.transformers.room import RoomLayer, RunLayer
-
-HEADS_SECOND = (1, 2, 0, 3)
-"""Permutes the order of host memory back to (batch, heads, tokens, width)."""
 
 MIN_ROWS = 64
 
@@ -44,6 +47,8 @@ class HostRows:
     def __init__(self) -> None:
         self.live: torch.Tensor | None = None
         self._room: torch.Tensor | None = None
+        self._identity = object()  # of the rows that follow one another; a copy gets its own
+        self._version = 0  # of the room, when we wrote it last
 
     def put_in_place(self, device: torch.device) -> None:
         """Copy live rows into a room if they are not the first ones of it; a device uses them."""
@@ -53,17 +58,23 @@ class HostRows:
         elif self._room is None or not _is_prefix(live, self._room):
             self.live = self._room = None
             self.append(live, device)
+        elif self._room._version != self._version:  # the caller wrote into its rows
+            self._identity, self._version = object(), self._room._version
+        if self.live is not None:
+            identify(self.live, self._identity)
 
     def append(self, rows: torch.Tensor, device: torch.device) -> None:
         """Copy rows from any memory to the end of the live ones."""
         before = 0 if self.live is None else len(self.live)
         after = before + len(rows)
+        if not before:
+            self._identity = object()
         if self._room is None or after > len(self._room):
             self._grow(rows.shape, rows.dtype, after, device)
         assert self._room is not None
         with torch.inference_mode(False), torch.no_grad():
             self._room[before:after].copy_(rows)
-            self.live = self._room[:after]
+            self.live, self._version = self._room[:after], self._room._version
 
     def select(self, sequences: torch.Tensor, device: torch.device) -> None:
         """Keep the live rows of these sequences of the batch, in this order, also repeatedly."""
@@ -77,6 +88,7 @@ class HostRows:
         with torch.inference_mode(False), torch.no_grad():
             self.live = self._room[: len(before)]
             torch.index_select(before, 1, sequences, out=self.live)
+        self._identity, self._version = object(), self._room._version
 
     def _grow(
         self, shape: Sequence[int], dtype: torch.dtype, num_rows: int, device: torch.device
@@ -121,14 +133,8 @@ class HostLayer(RunLayer):
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = key_states, value_states
-        if self._keys.live is not None and self._values.live is not None:
-            old_keys = to_device(self._keys.live, key_states).permute(HEADS_SECOND)
-            old_values = to_device(self._values.live, value_states).permute(HEADS_SECOND)
-            keys = torch.cat([old_keys, key_states], dim=-2)
-            values = torch.cat([old_values, value_states], dim=-2)
-        self.new_keys = to_host(key_states.permute(TOKENS_FIRST))
-        self.new_values = to_host(value_states.permute(TOKENS_FIRST))
+        keys, self.new_keys = append(self._keys.live, key_states)
+        values, self.new_values = append(self._values.live, value_states)
         return keys, values
 
     def get_seq_length(self) -> int:

@@ -53,12 +53,12 @@ class Chooser:
         if ring.nbytes == 0:
             return Choice(weights.problem.graph, [])
         always = {b for b in weights.order if self._exceeds(b, ring.nbytes)}
-        if not weights.per_call.isdisjoint(always):
-            return None
+        if ring.nbytes < weights.most_rows_bytes:
+            always.update(weights.rows[::2])  # a task of attention reads no two that stream
         left -= sum(weights.sizes[b] for b in always)
         if left < 0:
             return None
-        rest = [b for b in weights.order if b not in always and b not in weights.per_call]
+        rest = [b for b in weights.order if b not in always]
         kept = always
         kept_rows: dict[int, int] = {}
         # To keep a byte of an expert saves a share of a byte; any other byte saves all of it.
@@ -150,13 +150,7 @@ class Chooser:
         top = weights.problem.top
         streamable = set(weights.order)
         must = {b for b in weights.sizes if b not in streamable or self._exceeds(b, ring.nbytes)}
-        if not weights.per_call.isdisjoint(must):
-            return None
-        names = {
-            weights.problem.graph.buffers[b].name: b
-            for b in weights.sizes
-            if b not in weights.per_call
-        }
+        names = {weights.problem.graph.buffers[b].name: b for b in weights.sizes}
         kept: dict[int, list[SharedResident]] = {}
         need = sum(weights.sizes[b] for b in must)
         for pieces in _units_of(weights):
@@ -228,7 +222,7 @@ class Chooser:
         }
         may_stream = set(self._weights.order)
         found = []
-        for buffer in weights_by_first_use(cut, per_call=True):
+        for buffer in weights_by_first_use(cut):
             part = cut.buffers[buffer]
             if part.name in kept_bytes:
                 if part.offset >= kept_bytes[part.name]:
@@ -257,9 +251,7 @@ def _units_of(weights: WeightClasses) -> Iterator[list[SharedResident]]:
 def _can_keep(weights: WeightClasses, buffer: int, pieces: Sequence[SharedResident]) -> bool:
     """Tell whether this pass can keep the alternating pass's pieces of a weight."""
     graph, unit = weights.problem.graph, weights.divisible.get(buffer)
-    if any(p.buffer.offset or p.buffer.gather is not None for p in pieces):
-        return False
-    if graph.buffers[buffer].gather is not None:
+    if any(p.buffer.offset for p in pieces):
         return False
     if unit is None:
         return pieces[0].buffer.nbytes == graph.buffers[buffer].nbytes

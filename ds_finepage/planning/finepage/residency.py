@@ -71,7 +71,6 @@ class WeightClasses:
             count with the numbers, and are listed nowhere else.
         order: The weights that may be streamed, by use.
         divisible: The weights that can be cut.
-        per_call: The weights that each call brings from host memory, so they are always streamed.
         routed: Weights whose slices (experts) each pass chooses itself.
         fixed_bytes: Bytes of the weights that are always kept.
     """
@@ -81,7 +80,6 @@ class WeightClasses:
     sizes: dict[int, int]
     order: list[int]
     divisible: dict[int, Divisible]
-    per_call: frozenset[int]
     routed: frozenset[int]
     fixed_bytes: int
 
@@ -99,8 +97,7 @@ class WeightClasses:
         graph = problem.graph
         divisible = {d.buffer: d for d in divisible_weights(graph)} if may_split else {}
         cut_with = {b for d in divisible.values() for b, _ in d.beside}
-        order = [b for b in weights_by_first_use(graph, per_call=True) if b not in cut_with]
-        per_call = frozenset(b for b in order if graph.buffers[b].gather is not None)
+        order = [b for b in weights_by_first_use(graph) if b not in cut_with]
         sizes = problem.sizes(order)
         for unit in divisible.values():
             sizes[unit.buffer] = sum(problem.size(b) for b, _ in unit.parts)
@@ -115,7 +112,7 @@ class WeightClasses:
             b
             for b in order
             if b in divisible
-            or b in per_call
+            or graph.is_handed(graph.buffers[b])
             or (
                 sizes[b] > small
                 and b not in beside
@@ -129,7 +126,6 @@ class WeightClasses:
             sizes=sizes,
             order=streamable,
             divisible=divisible,
-            per_call=per_call,
             routed=frozenset(routes(graph)),
             fixed_bytes=sum(sizes[b] for b in order) - sum(sizes[b] for b in streamable),
         )
@@ -150,6 +146,7 @@ class WeightClasses:
         for nbytes in self._ring_lengths(room, missing):
             yield RingShape(nbytes, nbytes // self.options.slices_in_ring)
         if self.latency_bytes and not self.problem.shared:
+            yield from self._rings_of_rows()
             yield from self._large_rings(room, missing)
 
     def _ring_lengths(self, room: int, missing: int) -> Iterator[int]:
@@ -184,8 +181,7 @@ class WeightClasses:
 
     def missing_bytes(self, room: int) -> int:
         """Count the bytes that cannot be kept in ``room`` bytes."""
-        missing = sum(self.sizes[b] for b in self.order) + self.fixed_bytes - room
-        return max(missing, sum(self.sizes[b] for b in self.per_call))
+        return sum(self.sizes[b] for b in self.order) + self.fixed_bytes - room
 
     def least_ring_bytes(self) -> int:
         """Return the shortest ring through which all streamable weights can go."""
@@ -200,10 +196,11 @@ class WeightClasses:
         groups += self._runs_bytes(whole)
         return max([2 * max(slices, default=self.aligned(0)), *groups])
 
-    def _runs_bytes(self, whole: set[int]) -> list[int]:
-        """Return the length of a ring for each weight that several tasks unpack, one after another.
+    def _runs_bytes(self, whole: set[int], *, wraps: bool = True) -> list[int]:
+        """Return the length of a ring for each weight that several tasks use, one after another.
 
-        It holds those of the ``whole`` weights that come while this one is in use.
+        It holds those of the ``whole`` weights that come while this one is in use, and where it
+        ``wraps`` between them, twice their bytes.
         """
         uses, order = self.problem.graph.uses, [b for b in self.order if b in whole]
         firsts = [uses[b][0] for b in order]
@@ -212,8 +209,30 @@ class WeightClasses:
         for at, buffer in enumerate(order):
             if len(uses[buffer]) > 1:
                 behind = bisect_right(firsts, uses[buffer][-1])
-                found.append((ends[behind] - ends[at]) * min(2, behind - at))
+                found.append((ends[behind] - ends[at]) * min(1 + wraps, behind - at))
         return found
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The buffers of rows of KV caches."""
+        graph = self.problem.graph
+        return [b for b in self.order if graph.is_handed(graph.buffers[b])]
+
+    @cached_property
+    def most_rows_bytes(self) -> int:
+        """Return the most bytes of rows that a task of attention reads."""
+        return max(self._runs_bytes(set(self.rows), wraps=False), default=0)
+
+    def _rings_of_rows(self) -> Iterator[RingShape]:
+        """Yield short rings for the rows of KV caches; weights are kept if they fit.
+
+        One has room for the keys or for the values of a layer, and one for both. They are as long
+        as each other, so a ring is never cut where one lies, and the link waits for attention
+        alone.
+        """
+        sizes = [self.sizes[b] for b in self.rows]
+        for nbytes in (max(sizes), self.most_rows_bytes) if sizes else ():
+            yield RingShape(nbytes, 0, min(sizes), keeps_small=True)
 
     def _large_rings(self, room: int, missing: int) -> Iterator[RingShape]:
         """Yield shapes of the ring for few large pieces.

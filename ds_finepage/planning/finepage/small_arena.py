@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.horizon import HorizonPlanner
 from ds_finepage.planning.problem import Problem
 
@@ -17,20 +17,13 @@ SETTLING_ROUNDS = 4
 """Passes to plan by the published algorithm until one leaves what it finds."""
 
 
-def weights_by_first_use(graph: TaskGraph, *, per_call: bool = False) -> list[int]:
+def weights_by_first_use(graph: TaskGraph) -> list[int]:
     """List the used weights that can be kept, in the order of their first use.
 
-    The rows of an embedding differ in each call, so they cannot be kept. Weights that each call
-    brings from host memory cannot either; they are listed if ``per_call`` is true.
+    The rows of an embedding differ in each call, so they cannot be kept.
     """
     found = graph.uses
-    used = [
-        b.id
-        for b in graph.buffers
-        if b.kind is BufferKind.WEIGHT
-        and found[b.id]
-        and (b.gather is None or (per_call and graph.is_handed(b)))
-    ]
+    used = [b.id for b in graph.buffers if graph.can_be_kept(b) and found[b.id]]
     return sorted(used, key=lambda b: (found[b][0], b))
 
 

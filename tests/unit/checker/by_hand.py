@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_finepage.graph.memgraph import Edge, EdgeKind, Extent, MemGraph, Node, NodeKind, Residency
-from ds_finepage.graph.taskgraph import JOIN, Buffer, BufferKind, Task, TaskGraph
+from ds_finepage.graph.taskgraph import JOIN, Buffer, BufferKind, Task, TaskGraph, TensorView
 
 LEFT, RIGHT = Extent(0, 128), Extent(128, 128)  # the two places of every arena here
 PLACES = {"L": LEFT, "R": RIGHT, "M": Extent(64, 128)}
@@ -65,7 +65,9 @@ OFFLOAD, DROP, COLLECT = NodeKind.OFFLOAD, NodeKind.DROP, NodeKind.COLLECT
 
 def gathering(m: MemGraph, buffer: int) -> MemGraph:
     """Let a weight hold rows that each call chooses."""
-    return of_buffer(m, buffer, gather=0)
+    found = of_buffer(m, buffer, gather=0)
+    indices = TensorView(0, buffer, "int64", (1,), (1,))
+    return replace(found, graph=replace(found.graph, tensors=(indices,)))
 
 
 def paging() -> MemGraph:

@@ -55,7 +55,7 @@ class Rig:
         pool = HostPool(pinned=device != CPU)
         pool.reserve(self.memgraph.host_bytes)
         self.lanes = lanes or CpuLanes(delay_seed=delay_seed, max_delay_us=50)
-        self.residents: Residents = {}
+        self.residents = Residents()
         bound = BoundPlan(
             self.memgraph,
             arena=self.arena,
