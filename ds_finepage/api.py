@@ -142,8 +142,7 @@ def plan_model(
             a share of the weights is one of the packed weights.
         weights_group: Numbers that share a scale in a packed form.
         num_ranks: Ranks that the model is cut over; the budget and the figures are those of one.
-        kv_cache: As in a ds_config: "auto" has the KV cache on the device if it fits, as in a run,
-            and "host" in host memory.
+        kv_cache: Where the KV cache is, as in a ds_config: "auto", "device" or "host".
 
     Raises:
         ConfigError: An argument cannot be used.

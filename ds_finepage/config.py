@@ -40,7 +40,7 @@ _DS_WEIGHTS = "weight_quantization"
 PackedName = Literal["int8", "int4", "int8+output", "int4+output"]
 """The names of packed forms, as ``graph/packed.py`` has them."""
 
-KVPlace = Literal["auto", "host"]
+KVPlace = Literal["auto", "device", "host"]
 
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 """The forms of a device budget, for error messages."""
@@ -306,7 +306,7 @@ class FinepageConfig(_Settings):
         False  # products of few rows unpack in registers, where Triton runs; not yet run on a GPU
     )
     device_graphs: bool = False  # record runs of ops, replay each with one launch; not run on a GPU
-    kv_cache: KVPlace = "auto"  # "auto": on the device if it fits there
+    kv_cache: KVPlace = "auto"  # "auto": in host memory too where it competes with the weights
     draft: Annotated[str, Field(pattern=r"\S")] = (
         "off"  # what drafts tokens for the model to check: "stand-in", "auto" or a folder
     )

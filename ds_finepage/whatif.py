@@ -39,6 +39,7 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.packing.stock import pack_as_stock
+from ds_finepage.planning.budget import competes
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.pipeline import Needs, Planned, PlanSettings, needs_of, plan_checked
 from ds_finepage.planning.policies import EngineSettings, policy_named
@@ -272,7 +273,7 @@ def plan_captured(
         split: The policy may cut weights, if it can.
         host_memory_bytes: The machine's host memory; None if that is not known.
         engine: Settings that a baseline takes for its system, instead of choosing them.
-        kv_cache: As in a ds_config: "auto", or "host" for a KV cache that is always there.
+        kv_cache: As in a ds_config: "auto", or where the KV cache is always.
 
     Raises:
         ConfigError: Unknown policy, or one that keeps the KV cache on the device.
@@ -285,6 +286,8 @@ def plan_captured(
     forms: Sequence[Form] = forms_of(captured, policy=policy, split=split)
     if kv_cache == "host":
         forms = _on_host(forms, policy)
+    elif kv_cache == "device":
+        forms = forms[:1]
     form, needs = that_fits(forms, budget_bytes)
     if host_memory_bytes is not None and needs.min_budget_bytes <= budget_bytes:
         _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
@@ -368,8 +371,12 @@ def forms_of(captured: CapturedModel, *, policy: str, split: bool) -> list[Form]
 def that_fits(forms: Sequence[Form], budget_bytes: int) -> Form:
     """Return the form in which a pass runs under a budget: the first one that fits.
 
-    If none fits, that is the one that needs least.
+    A KV cache that competes with the weights is in host memory if it fits there. If no form fits,
+    that is the one that needs least.
     """
+    first = forms[0][0]
+    if competes(first.kv_bytes, first.graph.weight_bytes, budget_bytes):
+        forms = forms[::-1]
     fitting = (form for form in forms if form[1].min_budget_bytes <= budget_bytes)
     return next(fitting, min(forms, key=lambda form: form[1].min_budget_bytes))
 

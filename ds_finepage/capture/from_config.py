@@ -433,8 +433,12 @@ class _HostRows(_LayerRows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._num_past and not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, new_keys = self._host_ops.append(self.keys, key_states)
-        values, new_values = self._host_ops.append(self.values, value_states)
+        lengths = {
+            "num_live": self._num_past,
+            "capacity": self._num_past + key_states.shape[-2],
+        }
+        keys, new_keys = self._host_ops.append(self.keys, key_states, **lengths)
+        values, new_values = self._host_ops.append(self.values, value_states, **lengths)
         self._new_rows += (new_keys, new_values)
         return keys, values
 

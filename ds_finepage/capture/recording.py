@@ -178,16 +178,24 @@ class Recording:
 
     @cached_property
     def capacities(self) -> frozenset[str]:
-        """The symbols that a state is as large as: it has room for rows that come later."""
+        """The symbols that rows of a KV cache are as large as: they have room for later ones."""
         buffers = self.recorder.buffers
-        return symbols_of(b.nbytes for b in buffers if b.kind is BufferKind.INPUT and b.is_written)
+        written = (b.nbytes for b in buffers if b.kind is BufferKind.INPUT and b.is_written)
+        return symbols_of(written) | self.kept
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The symbols that rows in host memory are as large as; a plan may keep a copy of them."""
+        buffers = self.recorder.buffers
+        return symbols_of(b.nbytes for b in buffers if b.handed is not None)
 
     def upper_end(self, values: Mapping[str, int]) -> dict[str, int]:
         """Return the sizes to plan for; symbols that are but counted with stay as they are.
 
-        Where a state has room for rows that come later, the sizes that grow fill it.
+        Where a KV cache has room for rows that come later, the sizes that grow fill it.
         """
         rooms = {n: _rounded(values[n]) for n in self.deciding & self.capacities}
+        rooms |= {n: values[n] for n in rooms.keys() & self.kept}
         more = 2 if rooms else 0  # a room has a row for the new token, and one that stays free
         others = {n: v + more for n, v in values.items() if n in self.deciding - self.capacities}
         ends = {**values, **upper_end(others), **rooms}

@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache",
         choices=get_args(KVPlace),
         default="auto",
-        help="as finepage.kv_cache: where the KV cache is (auto: on the device if it fits)",
+        help="as finepage.kv_cache: where the KV cache is (auto: in host memory too if it competes "
+        "with the weights)",
     )
     output.add_json(parser)
     parser.add_argument(

@@ -110,6 +110,8 @@ def serve(
     try:
         figures, longest = worth_of(arguments.model, budget, profile, **given)
         output.show_figures(f"{arguments.model} on {device}, predicted", figures)
+        if figures["weights_bytes"] > figures["budget_bytes"] and arguments.draft == "off":
+            given["kv_cache"] = "host"  # so all requests share their plans, short and long ones
     except CaptureError as error:
         options.note(f"nothing is predicted: {error}")
     given |= {"device_budget": arguments.device_budget, "draft": arguments.draft}

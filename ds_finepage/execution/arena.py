@@ -63,8 +63,11 @@ def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -
         view: Dtype, shape, strides, and the offset in elements from ``offset_bytes``.
         offset_bytes: The begin of the buffer in the storage.
     """
+    before = storage_of.untyped_storage().nbytes()
     with torch.inference_mode(False), torch.no_grad():
-        return place(storage_of, view, offset_bytes)
+        found = place(storage_of, view, offset_bytes)
+    assert storage_of.untyped_storage().nbytes() == before, "torch makes a short storage longer"
+    return found
 
 
 def place(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -> torch.Tensor:

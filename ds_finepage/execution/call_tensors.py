@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +81,11 @@ class MovingViews:
         assert storage_of is not None
         key = patch.tensor, storage_of.data_ptr(), offset_bytes
         if key not in self._moved:
-            self._moved[key] = view_of(storage_of, self._graph.tensors[patch.tensor], offset_bytes)
+            # Without elements for now: rows of the planned sizes may end behind their room.
+            planned = self._graph.tensors[patch.tensor]
+            self._moved[key] = view_of(
+                storage_of, replace(planned, shape=(0,), stride=(1,), offset=0)
+            )
         patch.container[patch.key] = self._moved[key]
 
     def set_sizes(self, args: Sequence[Any]) -> bool:

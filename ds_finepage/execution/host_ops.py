@@ -18,27 +18,29 @@ HEADS_SECOND = (1, 2, 0, 3)
 
 
 @torch.library.custom_op("finepage::to_device", mutates_args=())
-def to_device(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``rows`` on the device of ``new``, with room behind them for the new ones.
+def to_device(rows: torch.Tensor, new: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return a copy of ``rows`` on the device of ``new``, with room behind them.
 
-    The caller writes them in the same forward: behind it the plan takes the room for live rows.
+    The caller writes the new rows there in the same forward. The plan may keep the result for the
+    next call, in which these rows are among ``rows``.
 
     Args:
         rows: Of shape (tokens, batch, heads, width).
         new: Of shape (batch, heads, new tokens, width).
+        capacity: The tokens of the result.
     """
-    found = _with_room(rows, new)
+    found = _with_room(rows, new, capacity)
     found[: len(rows)].copy_(rows)
     return found
 
 
 @to_device.register_fake
-def _(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return _with_room(rows, new)
+def _(rows: torch.Tensor, new: torch.Tensor, capacity: int) -> torch.Tensor:
+    return _with_room(rows, new, capacity)
 
 
-def _with_room(rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((rows.shape[0] + new.shape[2], *rows.shape[1:]), device=new.device)
+def _with_room(rows: torch.Tensor, new: torch.Tensor, capacity: int) -> torch.Tensor:
+    return rows.new_empty((capacity, *rows.shape[1:]), device=new.device)
 
 
 @torch.library.custom_op("finepage::to_host", mutates_args=())
@@ -52,21 +54,28 @@ def _(rows: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(rows.shape, device="cpu")
 
 
-def append(rows: torch.Tensor | None, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def append(
+    rows: torch.Tensor | None, new: torch.Tensor, *, num_live: int, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Put new rows behind those in host memory.
 
     Args:
         rows: The live rows in host memory, of shape (tokens, batch, heads, width); None for none.
         new: Rows on the device, of shape (batch, heads, new tokens, width).
+        num_live: The live tokens.
+        capacity: The tokens that have room on the device.
 
     Returns:
         All rows on the device, in the order of ``new``; the new ones in host memory.
     """
     found = new
     if rows is not None:
-        on_device: torch.Tensor = to_device(rows, new)
-        on_device[len(rows) :].copy_(new.permute(TOKENS_FIRST))
-        found = on_device.permute(HEADS_SECOND)
+        num_new = new.shape[2]
+        if capacity < num_live + num_new:  # more rows came than the call told
+            capacity = num_live + num_new
+        on_device: torch.Tensor = to_device(rows, new, capacity)
+        on_device.narrow(0, num_live, num_new).copy_(new.permute(TOKENS_FIRST))
+        found = on_device.narrow(0, 0, num_live + num_new).permute(HEADS_SECOND)
     return found, to_host(new.permute(TOKENS_FIRST))
 
 

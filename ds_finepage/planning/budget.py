@@ -18,6 +18,41 @@ SELECTED_PARTS = 4
 """Beam search puts the rows of a KV cache with room into another order in so many parts."""
 
 
+SMALL_SHARE, LARGE_SHARE, FULL_SHARE = 64, 8, 2
+"""A KV cache of at most one part in 64 of the budget is small, and one of an eighth is large. One
+of a half leaves too little for anything else."""
+
+
+def is_small(kv_bytes: int, budget_bytes: int) -> bool:
+    """Tell whether a KV cache is on the device, with room for all its rows from the start.
+
+    Weights lose a small part of the budget, and nothing is planned when the cache grows.
+
+    Args:
+        kv_bytes: Bytes of the cache at its longest.
+        budget_bytes: The bytes that it and the weights may take.
+    """
+    return kv_bytes * SMALL_SHARE <= budget_bytes
+
+
+def competes(
+    kv_bytes: int, weight_bytes: int, budget_bytes: int, *, share: int = LARGE_SHARE
+) -> bool:
+    """Tell whether a large KV cache should compete with weights for the arena, layer by layer.
+
+    Its rows are in host memory then, and copies of some layers are kept. If they are on the device
+    instead, weights have what they leave, and all of them move where that is too little. Where all
+    weights fit beside the cache, nothing has to move.
+
+    Args:
+        kv_bytes: Bytes of the cache at its longest.
+        weight_bytes: Bytes of all weights.
+        budget_bytes: The bytes that both may take.
+        share: The cache competes from one part in so many of them on.
+    """
+    return kv_bytes * share >= budget_bytes and kv_bytes + weight_bytes > budget_bytes
+
+
 def non_arena_bytes(graph: TaskGraph, alignment: int) -> int:
     """Return the device bytes that a pass needs outside the arena.
 

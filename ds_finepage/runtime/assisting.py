@@ -109,6 +109,11 @@ class Assistance:
             self._runner.leave_no_room()
             self.draft.move_back()
 
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the budget that are the draft's."""
+        return 0 if self.draft is None else self.draft.nbytes
+
     def attachment_of(self, module: torch.nn.Module) -> Attachment | None:
         """Return the attachment of the draft for a module of it; None for any other."""
         if self.attachment is None or all(module is not e for e in self.attachment.entries):

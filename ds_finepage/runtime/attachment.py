@@ -17,6 +17,7 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.fallback import hook_modules
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.batching import BATCHING, BudgetedBatching
+from ds_finepage.integrations.transformers.drafting import is_assisted
 from ds_finepage.integrations.transformers.preflight import cache_use_of
 from ds_finepage.integrations.transformers.replaced import ReplacedMethod
 from ds_finepage.runtime.interception import (
@@ -80,9 +81,16 @@ class PlannedGeneration(ReplacedMethod):
             # transformers asks this itself, but only under HfDeepSpeedConfig.
             kwargs = {**kwargs, "synced_gpus": True}
         self._calls.preflight(args, kwargs)
-        assistance, budget_bytes = self._calls.assistance, self._calls.budget_bytes()
-        use = cache_use_of(self._module, args, kwargs, budget_bytes)
+        assistance = self._calls.assistance
         with assistance.turn(self._module, args, kwargs) as given:
+            use = cache_use_of(
+                self._module,
+                args,
+                given,
+                budget_bytes=self._calls.budget_bytes() - assistance.draft_bytes,
+                weight_bytes=self._calls.weight_bytes,
+                is_assisted=is_assisted(self._module, args, given),
+            )
             try:
                 with self._calls.generation(use):
                     return self._original(*args, **given)

@@ -109,7 +109,8 @@ class CallTaker:
             self.running.begin()
             try:
                 with self._around_call(), self._weights.in_form():
-                    return self._run(CapturedCall(compiled, module, args, kwargs))
+                    is_own = attachment is self._attachment
+                    return self._run(CapturedCall(compiled, module, args, kwargs), is_own=is_own)
             finally:
                 self.running.end()
                 if self._runner.ranks.take_difference() and self.shares_steps:
@@ -125,9 +126,15 @@ class CallTaker:
         """Return the device budget."""
         return self._runner.settings.budget_bytes
 
-    def _run(self, call: CapturedCall) -> Any:
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights; those of a draft are not among them."""
+        return sum(master.numel() for master in self._weights.masters.values())
+
+    def _run(self, call: CapturedCall, *, is_own: bool) -> Any:
         runner, settings = self._runner, self._runner.settings
         moves, starts = settings.moves_kv_caches, settings.starts_on_host
+        starts = starts or (moves and is_own and runner.kv_offload.use.competes)
         try:
             return runner.kv_offload.call(call, may_move=moves, starts_on_host=starts)
         except PlanInfeasibleError as error:

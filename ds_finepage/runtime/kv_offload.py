@@ -30,6 +30,7 @@ from ds_finepage.integrations.transformers.room import (
     all_rows,
     ample_rows,
     few_rows,
+    in_steps,
     layers_of,
     least_rows,
 )
@@ -162,21 +163,25 @@ class KVOffload:
 
     @property
     def _sizes(self) -> tuple[Callable[[int, int | None], int], ...]:
-        return (all_rows, *SIZES[1:]) if self.use.is_small else SIZES
+        return (all_rows, *SIZES[1:]) if self.use.is_made_at_once else SIZES
 
     def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
         """Give the layers of a call room for its new rows, or refuse it; less if it ``shrinks``."""
         num_new = _num_new(call)
         for cache in call.caches(growing=True):
             enough = self._sizes[self._levels.get(cache, 0)]
-            layers, wanted = layers_of([cache], RoomLayer), {}
-            for layer in layers:
+            wanted = {}
+            for layer in layers_of([cache], RunLayer):  # type: ignore[type-abstract]
                 num_rows = layer.get_seq_length() + num_new
                 capacity = enough(num_rows, self.use.longest)
                 if num_rows >= layer.capacity or (shrinks and capacity < layer.capacity):
                     wanted[layer] = capacity
-            if wanted:
-                self._resize(layers, wanted)
+            on_device = {x: n for x, n in wanted.items() if isinstance(x, RoomLayer)}
+            if on_device:
+                self._resize(layers_of([cache], RoomLayer), on_device)
+            for layer, capacity in wanted.items():
+                if isinstance(layer, HostLayer):
+                    layer.give_room(capacity if self._levels.get(cache) else in_steps(capacity))
 
     def _resize(self, layers: Sequence[RoomLayer], capacities: Mapping[RoomLayer, int]) -> None:
         """Move the rows of all ``layers`` of a cache into rooms of other capacities."""
@@ -198,7 +203,7 @@ class KVOffload:
         for cache in call.caches(growing=True):
             level = self._levels.get(cache, 0)
             sizes = []  # the rows with the new ones, and the room that was refused
-            for layer in layers_of([cache], RoomLayer):
+            for layer in layers_of([cache], RunLayer):  # type: ignore[type-abstract]
                 num_rows, capacity = layer.get_seq_length() + num_new, layer.capacity
                 if num_rows >= capacity:
                     capacity = self._sizes[level](num_rows, self.use.longest)

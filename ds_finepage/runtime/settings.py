@@ -38,8 +38,8 @@ class RunSettings:
 
     @property
     def moves_kv_caches(self) -> bool:
-        """True where a KV cache without room on the device moves to host memory."""
-        return POLICIES[self.config.policy].pages
+        """True where a KV cache may be in host memory."""
+        return POLICIES[self.config.policy].pages and self.config.kv_cache != "device"
 
     @property
     def starts_on_host(self) -> bool:

@@ -50,7 +50,7 @@ def attached(request: pytest.FixtureRequest) -> Iterator[Attached]:
     model = make_model(request.param)
     plain = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
     plain_short = [tokens(model, token_ids(n), new, cache=None) for n, new in SHORT]
-    handle = attach(model, device_budget="64MiB", device="cpu", split=True)
+    handle = attach(model, device_budget="64MiB", device="cpu", split=True, kv_cache="device")
     assert torch.equal(tokens(model, token_ids(5), NUM_TOKENS, cache=None), plain)
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
     budgets = [least, (2 * least + needed) // 3, (least + 2 * needed) // 3]

@@ -294,7 +294,7 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"weights": 4}, r"finepage\.weights: 4 is unknown"),
         (
             {"kv_cache": "card"},
-            r"finepage\.kv_cache: 'card' is unknown. Write \"auto\" or \"host\"\.",
+            r"finepage\.kv_cache: 'card' is unknown. Write \"auto\", \"device\" or \"host\"\.",
         ),
         ({"kv_cache": True}, r"finepage\.kv_cache: True is unknown"),
         ({"weights_group": "64"}, r"finepage\.weights_group: '64' is not a whole number"),

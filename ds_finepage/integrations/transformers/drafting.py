@@ -52,6 +52,12 @@ def why_not(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str 
     return None
 
 
+def is_assisted(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether tokens of a call of ``generate`` are drafted."""
+    names = ("assistant_model", *OTHER_DRAFTS)
+    return any(setting_of(module, args, kwargs, name) for name in names)
+
+
 NUM_COPIES = 6
 """Tables of logits in float32 that transformers makes, with a row for each checked token: the
 draft's scores, one by one and together, and their chances; the model's, a copy, and theirs."""

@@ -32,9 +32,7 @@ from ds_finepage.execution.host_ops import (
     host_bytes,
     identify,
 )
-from ds_finepage.integrations.transformers.room import RoomLayer, RunLayer
-
-MIN_ROWS = 64
+from ds_finepage.integrations.transformers.room import RoomLayer, RunLayer, lengths_of
 
 
 class HostRows:
@@ -42,10 +40,12 @@ class HostRows:
 
     Attributes:
         live: The live rows, of shape (tokens, batch, heads, width); None without any.
+        capacity: Rows that have room when they grow the next time.
     """
 
     def __init__(self) -> None:
         self.live: torch.Tensor | None = None
+        self.capacity = 0
         self._room: torch.Tensor | None = None
         self._identity = object()  # of the rows that follow one another; a copy gets its own
         self._version = 0  # of the room, when we wrote it last
@@ -93,7 +93,7 @@ class HostRows:
     def _grow(
         self, shape: Sequence[int], dtype: torch.dtype, num_rows: int, device: torch.device
     ) -> None:
-        capacity = max(MIN_ROWS, 1 << (num_rows - 1).bit_length() if num_rows else 0)
+        capacity = max(self.capacity, num_rows)
         numel = capacity * math.prod(shape[1:])
         with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
             room = host_bytes(numel * dtype.itemsize, pinned=device_of(device).is_accelerator)
@@ -107,44 +107,51 @@ class HostLayer(RunLayer):
     """A layer of a dynamic cache whose rows are in host memory."""
 
     def __init__(self) -> None:
-        self._keys, self._values = HostRows(), HostRows()
+        self.key_rows, self.value_rows = HostRows(), HostRows()
         self.new_keys: torch.Tensor | None = None  # of the last forward
         self.new_values: torch.Tensor | None = None
+        self.lengths = lengths_of(0, 0)
         self.is_initialized = False
 
     @property
     def keys(self) -> torch.Tensor | None:
         """The live keys in host memory, of shape (batch, heads, tokens, width)."""
-        return None if self._keys.live is None else self._keys.live.permute(HEADS_SECOND)
+        return None if self.key_rows.live is None else self.key_rows.live.permute(HEADS_SECOND)
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
-        self._keys.live = _tokens_first(value)
+        self.key_rows.live = _tokens_first(value)
+        self.give_room(self.capacity)
 
     @property
     def values(self) -> torch.Tensor | None:
         """The live values in host memory, of shape (batch, heads, tokens, width)."""
-        return None if self._values.live is None else self._values.live.permute(HEADS_SECOND)
+        return None if self.value_rows.live is None else self.value_rows.live.permute(HEADS_SECOND)
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
-        self._values.live = _tokens_first(value)
+        self.value_rows.live = _tokens_first(value)
 
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, self.new_keys = append(self._keys.live, key_states)
-        values, self.new_values = append(self._values.live, value_states)
+        num_live, capacity = self.lengths.shape[0], self.lengths.shape[1]
+        keys, self.new_keys = append(
+            self.key_rows.live, key_states, num_live=num_live, capacity=capacity
+        )
+        values, self.new_values = append(
+            self.value_rows.live, value_states, num_live=num_live, capacity=capacity
+        )
         return keys, values
 
     def get_seq_length(self) -> int:
         """Return the number of live tokens."""
-        return 0 if self._keys.live is None else self._keys.live.shape[0]
+        return 0 if self.key_rows.live is None else self.key_rows.live.shape[0]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put the sequences of the batch into another order, as beam search does."""
         self.prepare()
-        for rows in (self._keys, self._values):
+        for rows in (self.key_rows, self.value_rows):
             rows.select(beam_idx.to("cpu"), self.device)
 
     # Between two calls.
@@ -154,8 +161,9 @@ class HostLayer(RunLayer):
         if self.new_keys is not None and self.new_values is not None:
             self.prepare()
             device_of(self.device).synchronize_stream()  # their copies may still run
-            self._keys.append(self.new_keys, self.device)
-            self._values.append(self.new_values, self.device)
+            self.key_rows.append(self.new_keys, self.device)
+            self.value_rows.append(self.new_values, self.device)
+            self.give_room(self.capacity)
         self.forget_new()
 
     def forget_new(self) -> None:
@@ -165,8 +173,13 @@ class HostLayer(RunLayer):
     def prepare(self) -> None:
         """Bring rows that the caller reordered or cut back into place."""
         if self.is_initialized:
-            self._keys.put_in_place(self.device)
-            self._values.put_in_place(self.device)
+            self.key_rows.put_in_place(self.device)
+            self.value_rows.put_in_place(self.device)
+
+    def give_room(self, capacity: int) -> None:
+        """Let a plan have room for so many rows of keys, and as many of values."""
+        self.lengths = lengths_of(self.get_seq_length(), capacity)
+        self.key_rows.capacity = self.value_rows.capacity = capacity
 
 
 def _tokens_first(rows: torch.Tensor | None) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution import host_ops
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.packing.model import form_of, pack_model
+from ds_finepage.planning.budget import FULL_SHARE, LARGE_SHARE, competes, is_small
 from ds_finepage.planning.pipeline import PlanSettings, needs_of
 from ds_finepage.units import format_bytes
 
@@ -65,32 +66,50 @@ class CacheUse:
 
     Attributes:
         longest: Rows of the cache at its end; None where they are not known.
-        is_small: All of them take a small part of the budget.
         is_reordered: Whether its sequences get another order after each step, as beams do.
+        is_made_at_once: It has room for all rows from its first pass on.
+        competes: It competes with the weights; see :func:`ds_finepage.planning.budget.competes`.
     """
 
     longest: int | None = None
     is_reordered: bool = False
-    is_small: bool = False
-
-
-SMALL_SHARE = 64
-"""A cache of one part in so many of the budget gets room for all its rows at once. Weights lose no
-more than that part of the budget, and no doubling is planned."""
+    is_made_at_once: bool = False
+    competes: bool = False
 
 
 def cache_use_of(
-    module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], budget_bytes: int
+    module: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    budget_bytes: int,
+    weight_bytes: int,
+    is_assisted: bool,
 ) -> CacheUse:
-    """Read from the arguments of ``generate`` how it uses its KV cache under a budget."""
+    """Find out how a generation uses its KV cache.
+
+    Args:
+        module: The model.
+        args: The positional arguments of ``generate``.
+        kwargs: Its named arguments.
+        budget_bytes: The bytes for the weights and the cache.
+        weight_bytes: Bytes of all weights.
+        is_assisted: Tokens are drafted. A step of a stand-in reads the cache too, so it competes
+            only where it would have no room in the end. It then has room for all rows at once,
+            because few passes follow each plan.
+    """
     longest = longest_of(module, args, kwargs)
     num_rows = None if longest is None else longest.num_tokens - 1  # no step reads the last token
     is_reordered = (setting_of(module, args, kwargs, "num_beams") or 1) > 1
     dtype, nbytes = getattr(module, "dtype", None), None
     if longest is not None and dtype is not None:
         nbytes = kv_bytes(module.config, dtype, longest)
-    is_small = nbytes is not None and nbytes * SMALL_SHARE <= budget_bytes
-    return CacheUse(num_rows, is_reordered, is_small)
+    if nbytes is None:
+        return CacheUse(num_rows, is_reordered)
+    share = FULL_SHARE if is_assisted else LARGE_SHARE
+    moves = not is_reordered and competes(nbytes, weight_bytes, budget_bytes, share=share)
+    at_once = is_small(nbytes, budget_bytes) or (is_assisted and moves)
+    return CacheUse(num_rows, is_reordered, is_made_at_once=at_once, competes=moves)
 
 
 def setting_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:

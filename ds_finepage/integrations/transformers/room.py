@@ -49,6 +49,7 @@ from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.planning.budget import SELECTED_PARTS
 
 MIN_ROWS = 16
+ROOM_STEPS = 16
 LITTLE_ROOM = 8
 """A room without much room has an eighth of its rows behind them."""
 
@@ -81,6 +82,15 @@ def least_rows(num_rows: int, longest: int | None) -> int:
     return num_rows + 1
 
 
+def in_steps(num_rows: int) -> int:
+    """Return a few more rows, so that generations of about the same length share their plans.
+
+    Drafts that are checked at the end have room behind them too.
+    """
+    step = max(MIN_ROWS, (1 << num_rows.bit_length()) // ROOM_STEPS)
+    return (num_rows + MIN_ROWS) // step * step + step
+
+
 @lru_cache(maxsize=64)
 def lengths_of(num_rows: int, capacity: int) -> torch.Tensor:
     """Return a tensor without elements whose sizes are rows and capacity.
@@ -102,9 +112,16 @@ class RunLayer(DynamicLayer):
 
     Attributes:
         outside: The caller's layer that it takes the place of; None if the run has made it.
+        lengths: Its sizes are the live rows and the capacity; see :func:`lengths_of`.
     """
 
     outside: DynamicLayer | None = None
+    lengths: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        """The rows that have room on the device."""
+        return self.lengths.shape[1]
 
     @abstractmethod
     def _append(
@@ -186,7 +203,6 @@ class RoomLayer(RunLayer):
     Attributes:
         key_room: Of shape (batch, heads, capacity, width); None while there are no rows.
         value_room: The same for values.
-        lengths: Its sizes are the live rows and the capacity; see :func:`lengths_of`.
         num_new: Rows that the last forward wrote behind the live ones.
     """
 
@@ -263,11 +279,6 @@ class RoomLayer(RunLayer):
         self.value_room = _selected(self.value_room, self._num_rows, sequences)
 
     # Between two calls.
-
-    @property
-    def capacity(self) -> int:
-        """The rows that have room."""
-        return self.lengths.shape[1]
 
     def settle(self) -> None:
         """Count the rows of the last forward among the live ones."""

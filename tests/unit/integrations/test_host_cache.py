@@ -77,7 +77,7 @@ def test_a_copy_of_a_cache_has_rows_of_its_own() -> None:
     layer.prepare()
     other = copy.deepcopy(layer)
     other.prepare()
-    for name in ("_keys", "_values"):
+    for name in ("key_rows", "value_rows"):
         assert identity(getattr(other, name)) is not identity(getattr(layer, name))
 
 

@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.integrations.transformers.drafting import is_assisted
 from ds_finepage.integrations.transformers.preflight import (
-    SMALL_SHARE,
     CacheUse,
     Longest,
     Preflight,
@@ -28,6 +28,7 @@ from ds_finepage.integrations.transformers.preflight import (
     require_positions,
     require_tokens,
 )
+from ds_finepage.planning.budget import LARGE_SHARE, SMALL_SHARE
 from ds_finepage.planning.pipeline import PlanSettings
 from ds_finepage.runtime.attachment import PlannedGeneration
 
@@ -177,7 +178,8 @@ def test_a_generation_tells_how_it_uses_its_cache() -> None:
     """No step reads the last token; beams get another order after each step."""
 
     def use(made: Any, args: tuple[Any, ...], **given: Any) -> CacheUse:
-        return cache_use_of(made, args, given, 1000)
+        sizes = {"budget_bytes": 1000, "weight_bytes": 0}
+        return cache_use_of(made, args, given, **sizes, is_assisted=False)
 
     asked = {"max_new_tokens": 4}
     assert use(model(), (IDS,), **asked) == CacheUse(longest=9)
@@ -188,16 +190,41 @@ def test_a_generation_tells_how_it_uses_its_cache() -> None:
     assert use(model(), (), num_beams=2) == CacheUse(is_reordered=True)
 
 
-def test_a_cache_of_a_small_part_of_the_budget_is_small() -> None:
+def test_a_cache_takes_room_at_once_or_competes_or_grows() -> None:
+    """By its part of the budget, and by whether all weights fit beside it."""
     config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
     made = SimpleNamespace(config=config, dtype=torch.float32, generation_config=None)
     asked = {"max_new_tokens": 4}
     longest = longest_of(made, (IDS,), asked)
     assert longest is not None
-    enough = (kv_bytes(config, made.dtype, longest) or 0) * SMALL_SHARE
-    assert cache_use_of(made, (IDS,), asked, enough).is_small
-    assert not cache_use_of(made, (IDS,), asked, enough - 1).is_small
-    assert not cache_use_of(made, (), {}, 1 << 40).is_small  # its length is not known
+    nbytes = kv_bytes(config, made.dtype, longest) or 0
+    enough, few = nbytes * SMALL_SHARE, nbytes * LARGE_SHARE
+
+    def use(budget_bytes: int, weight_bytes: int = 1 << 40, **given: Any) -> tuple[bool, bool]:
+        is_assisted = given.pop("is_assisted", False)
+        args = (IDS,) if given else ()
+        sizes = {"budget_bytes": budget_bytes, "weight_bytes": weight_bytes}
+        found = cache_use_of(made, args, given, **sizes, is_assisted=is_assisted)
+        return found.is_made_at_once, found.competes
+
+    assert use(enough, **asked) == (True, False)
+    assert use(enough - 1, **asked) == use(few + 1, **asked) == (False, False)
+    assert use(2 * nbytes + 1, is_assisted=True, **asked) == (False, False)
+    assert use(2 * nbytes, is_assisted=True, **asked) == (True, True)
+    assert use(few, **asked) == (False, True)
+    assert use(few, few - nbytes, **asked) == (False, False)  # all of it fits
+    assert use(few, few - nbytes + 1, **asked) == (False, True)
+    assert use(few, **asked, num_beams=2) == (False, False)  # its rows change their order
+    assert use(1 << 40) == (False, False)  # its length is not known
+
+
+def test_a_generation_tells_whether_its_tokens_are_drafted() -> None:
+    def asks(**given: Any) -> bool:
+        return is_assisted(model(), (IDS,), given)
+
+    assert not asks() and not asks(assistant_model=None, num_beams=2)
+    assert asks(assistant_model=object()) and asks(prompt_lookup_num_tokens=3)
+    assert is_assisted(model(prompt_lookup_num_tokens=3), (IDS,), {})
 
 
 class Generating:
@@ -219,7 +246,10 @@ class Watcher:
 
     shares_steps = False
     budget_bytes = staticmethod(lambda: 1000)
-    assistance = SimpleNamespace(turn=lambda module, args, kwargs: nullcontext(kwargs))
+    weight_bytes = 1000
+    assistance = SimpleNamespace(
+        turn=lambda module, args, kwargs: nullcontext(kwargs), draft_bytes=0
+    )
 
     def __init__(self, order: list[Any]) -> None:
         self.order = order

@@ -189,7 +189,7 @@ def test_a_generation_gives_as_much_room_as_it_needs() -> None:
 def test_a_small_cache_gets_all_its_room_at_once_unless_a_call_is_refused() -> None:
     made, counters = calls()
     cache = cache_with(5)
-    with made.generation(CacheUse(longest=200, is_small=True)):
+    with made.generation(CacheUse(longest=200, is_made_at_once=True)):
         call(made, forward(cache), cache)
         assert capacities(cache) == [201, 201]
         assert capacities_after(made, cache, 1) == [MIN_ROWS] * 2
