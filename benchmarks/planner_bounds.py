@@ -55,8 +55,9 @@ def measure(captured: CapturedModel, percent: int, hardware: str, *, horizon: bo
     budget_bytes = captured.graph.weight_bytes * percent // 100
     planned = plan_captured(captured, budget_bytes=budget_bytes, profile=profile)
     figures, memgraph = planned.figures, planned.memgraph
+    ran = (captured.on_host if figures.kv_on_host else None) or captured
     least_bytes = lower_bound_bytes(
-        captured.graph, memgraph.arena_bytes, memgraph.alignment, may_cut=True
+        ran.graph, memgraph.arena_bytes, memgraph.alignment, may_cut=True
     )
     other: PlannedModel | None = None
     if horizon:

@@ -4,11 +4,12 @@ For the command line: a model's config and a hardware profile in, checked plans 
 and lower bounds out.
 
 [Note: where the KV cache is]
-As in a run, it is on the device if the pass fits so, and a user does not want it in host memory.
-Otherwise a policy that pages moves it there:
-:mod:`ds_finepage.integrations.transformers.host_cache`. The pass then reloads the live rows
-of a layer just before its attention, and its tasks write the new rows to host memory. On the device
-the cache counts once: the rows are there before the pass, and new ones are written among them.
+As in a run, it is on the device if the pass fits so, and a user does not want it in host memory,
+unless it competes with the weights (``planning/budget.py``). Otherwise a policy that pages has it
+in host memory: :mod:`ds_finepage.integrations.transformers.host_cache`. The plan then keeps the
+keys or the values of some layers, as it keeps weights. The pass reloads the others before their
+attention, and its tasks write the new rows to host memory. A cache that is on the device alone
+counts once: the rows are there before the pass, and new ones are written among them.
 """
 
 from __future__ import annotations

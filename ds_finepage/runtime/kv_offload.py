@@ -64,8 +64,9 @@ class CapturedCall:
 class KVOffload:
     """Runs calls on the device; repeats a refused call with its KV cache in less memory.
 
-    Weights make way first: the arena is the rest of the budget beside the cache. Then the room
-    behind the rows becomes small, and at last the cache moves to host memory. ``handed_out`` brings
+    A cache that competes with the weights starts in host memory. For any other one weights make way
+    first: the arena is the rest of the budget beside the cache. Then the room behind the rows
+    becomes small, and at last the cache moves to host memory too. ``handed_out`` brings
     the caches back to the device when the model is detached.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
@@ -51,7 +52,26 @@ def streaming_plans(
         held: The activations whose bytes stay taken after their last use.
     """
     weights = WeightClasses.of(problem, may_split=may_split, options=options)
-    planner = RingPlanner(weights, place_activations(problem, held))
+    placed = place_activations(problem, held)
+    if weights.rows:
+        yield from _plans_of(_keeping_rows(weights), placed, may_win)
+    yield from _plans_of(weights, placed, may_win)
+
+
+def _keeping_rows(weights: WeightClasses) -> WeightClasses:
+    """Return the same classes, but all rows of KV caches are kept.
+
+    Weights can be cut, and rows cannot. So a little that is missing is better spread over weights.
+    """
+    nbytes = sum(weights.sizes[b] for b in weights.rows)
+    order = [b for b in weights.order if b not in weights.rows]
+    return replace(weights, order=order, fixed_bytes=weights.fixed_bytes + nbytes)
+
+
+def _plans_of(
+    weights: WeightClasses, placed: dict[int, Extent], may_win: Callable[[int, int], bool]
+) -> Iterator[Plan | None]:
+    planner = RingPlanner(weights, placed)
     room = planner.room
 
     def plans(shapes: Iterable[RingShape]) -> Iterator[Plan | None]:

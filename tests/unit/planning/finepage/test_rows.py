@@ -12,8 +12,11 @@ from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph, TensorView
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.builder import MemGraphBuilder
+from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.policies import plan_steady
+from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
+from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.finepage.test_search import machine
 
 UNIT, WEIGHT, ROWS, LAYERS = 64, 640, 6400, 8
@@ -88,6 +91,36 @@ def test_reloads_stay_close_to_the_bound(percent: int, split: bool) -> None:
     memgraph = planned(arena_bytes, split=split)
     least = lower_bound_bytes(GRAPH, arena_bytes, UNIT, may_cut=True)
     assert least <= memgraph.reloaded_bytes <= least + 3 * ROWS
+
+
+def test_little_that_is_missing_streams_as_slices_of_weights() -> None:
+    """So it is spread over the pass, which no whole buffer of rows is."""
+    graph = gather_rows(matmul_chain([256] * 9, num_rows=4))
+    rows = [
+        Buffer(len(graph.buffers), BufferKind.HOST, 1 << 17),
+        Buffer(
+            len(graph.buffers) + 1,
+            BufferKind.WEIGHT,
+            1 << 17,
+            "KV rows 0",
+            gather=len(graph.tensors),
+        ),
+    ]
+    given = TensorView(len(graph.tensors), rows[0].id, "float32", (1 << 15,), (1,))
+    last = graph.tasks[-1]
+    reads = tuple(sorted((*last.reads, rows[1].id)))
+    graph = dataclasses.replace(
+        graph,
+        buffers=(*graph.buffers, *rows),
+        tensors=(*graph.tensors, given),
+        tasks=(*graph.tasks[:-1], dataclasses.replace(last, reads=reads)),
+    )
+    arena_bytes = needed_arena_bytes(graph, UNIT) - (1 << 15)
+    memgraph = plan_steady(
+        graph, arena_bytes=arena_bytes, policy="finepage", profile=FAST, split=True
+    )
+    assert "KV rows 0" in kept(memgraph)
+    assert 0 < check(memgraph).reloaded_bytes < 1 << 17
 
 
 def test_more_room_never_takes_more_time() -> None:
