@@ -28,6 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -181,7 +182,7 @@ def by_plan(
     run: Callable[..., Any] = Executor.run
 
     def timed(executor: Executor, args: Any, host_outputs: Any, residents: Any) -> Any:
-        last[:] = executor, (args, host_outputs, dict(residents))
+        last[:] = executor, (args, host_outputs, copy(residents))
         before = counted().get("enqueue_ns", 0)
         start = time.thread_time()
         found = run(executor, args, host_outputs, residents)
@@ -202,7 +203,7 @@ def by_plan(
         nothing = {step.node.id: _nothing for step in executor._steady.merged}
         with mock.patch.multiple(executor, actions=nothing, _replayed=None):
             beyond = host_times(
-                lambda: executor.run(*arguments[:2], dict(arguments[2])),
+                lambda: executor.run(*arguments[:2], copy(arguments[2])),
                 lambda: synchronize(device),
                 num_steps,
             )

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from ds_finepage import whatif
 from ds_finepage.cli import curve, grid
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import NodeKind
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.modeller import Modeller
 from ds_finepage.planning.pipeline import needs_of
@@ -54,9 +54,28 @@ def least_on_device(found: CapturedModel) -> int:
     return found.needs.non_arena_bytes + needs.min_arena_bytes
 
 
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache does not compete with the weights, as a small one."""
+    monkeypatch.setattr(whatif, "competes", lambda *_: False)
+
+
 # The place.
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_large_cache_competes_with_weights_that_do_not_all_fit(
+    phase: str, request: pytest.FixtureRequest
+) -> None:
+    found = request.getfixturevalue(phase)
+    fits = 2 * NUM_PARAMETERS + KV_BYTES
+    for budget_bytes, kv_on_host in ((fits, False), (fits - 1, True)):
+        settings = {"budget_bytes": budget_bytes, "profile": PROFILE}
+        assert plan_captured(found, **settings).figures.kv_on_host is kv_on_host
+        assert not plan_captured(found, **settings, kv_cache="device").figures.kv_on_host
+
+
+@pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("policy", ["finepage", "horizon"])
 def test_in_a_run_the_cache_moves_only_where_it_does_not_fit(
@@ -78,7 +97,8 @@ def test_in_a_run_the_cache_moves_only_where_it_does_not_fit(
         assert figures.peak_bytes <= budget_bytes
         assert figures.min_budget_bytes < least
         assert figures.host_bytes >= 2 * NUM_PARAMETERS + KV_BYTES * kv_on_host
-        assert figures.kv_copied_bytes == KV_BYTES * kv_on_host  # old rows in and new ones out
+        # Old rows in, with room behind them, and new ones out; but for those that are kept.
+        assert (0 < figures.kv_copied_bytes <= KV_BYTES + 2 * ROW) is kv_on_host
 
 
 FAST_WRITES = dataclasses.replace(PROFILE, d2h_bytes_per_s=1.5e9)
@@ -92,7 +112,7 @@ def test_the_cache_is_in_host_memory_where_the_user_wants_it(
     """And the pass is faster so, on this machine."""
     assert prefill.on_host is not None
     settings = {"budget_bytes": least_on_device(prefill), "profile": FAST_WRITES, "policy": policy}
-    here = plan_captured(prefill, **settings).figures
+    here = plan_captured(prefill, **settings, kv_cache="device").figures
     there = plan_captured(prefill, **settings, kv_cache="host").figures
     assert there.kv_on_host and not here.kv_on_host
     assert there.predicted_ns < here.predicted_ns
@@ -141,15 +161,22 @@ def test_a_model_whose_layers_all_have_windows_has_one_form_only(tmp_path: Path)
 # Copies, in the time and in the bounds.
 
 
-def test_a_step_brings_in_the_live_rows_of_each_layer_in_every_pass(decode: CapturedModel) -> None:
+def test_a_step_brings_in_the_rows_that_have_no_room(decode: CapturedModel) -> None:
     assert decode.on_host is not None
-    planned = plan_captured(decode.on_host, budget_bytes=10**9, profile=PROFILE, split=False)
-    figures, memgraph = planned.figures, planned.memgraph
-    reloads = [n.buffer for n in memgraph.nodes if n.kind is NodeKind.RELOAD]
-    assert all(memgraph.graph.is_handed(memgraph.graph.buffers[b]) for b in reloads if b)
-    assert figures.reloaded_bytes == figures.lower_bound_bytes == KV_BYTES - 2 * ROW
-    assert figures.lower_bound_ns >= figures.lower_bound_bytes  # 1 ns a byte
-    assert figures.predicted_ns >= figures.lower_bound_ns
+    missing = KV_BYTES // 2
+    needed = decode.on_host.needs.needed_budget_bytes
+    for budget_bytes in (10**9, needed - missing):
+        planned = plan_captured(
+            decode.on_host, budget_bytes=budget_bytes, profile=PROFILE, split=False
+        )
+        figures = planned.figures
+        if budget_bytes == 10**9:
+            assert figures.reloaded_bytes == figures.lower_bound_bytes == 0
+            assert figures.kv_copied_bytes == 2 * ROW
+        else:
+            assert 0 < figures.lower_bound_bytes <= figures.reloaded_bytes < missing + KV_BYTES
+            assert figures.lower_bound_ns >= figures.lower_bound_bytes  # 1 ns a byte
+            assert figures.predicted_ns >= figures.lower_bound_ns
 
 
 def test_a_prefill_writes_its_rows_beside_its_tasks(prefill: CapturedModel) -> None:
@@ -169,8 +196,7 @@ def test_weights_that_make_room_for_rows_are_in_the_bound(decode: CapturedModel)
         figures = plan_captured(
             decode.on_host, budget_bytes=budget_bytes, profile=PROFILE, split=split
         ).figures
-        rows = KV_BYTES - 2 * ROW
-        assert rows + NUM_PARAMETERS < figures.lower_bound_bytes <= figures.reloaded_bytes
+        assert NUM_PARAMETERS < figures.lower_bound_bytes <= figures.reloaded_bytes
 
 
 # Host memory.
@@ -227,6 +253,7 @@ def modeller_of(model: Path, profile: HardwareProfile, folder: Path) -> Modeller
     return Modeller(str(model), batch=BATCH, prompt_tokens=SEQ, hardware=str(path), split=False)
 
 
+@pytest.mark.usefixtures("beside")
 def test_a_step_finds_the_cache_where_the_prefill_left_it(
     model: Path, decode: CapturedModel, prefill: CapturedModel, tmp_path: Path
 ) -> None:
@@ -244,12 +271,13 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
     assert isinstance(result, grid.Point)
     assert result.prefill_kv_on_host and result.decode_kv_on_host
     assert result.weight_bytes == 2 * NUM_PARAMETERS
-    assert result.kv_copied_bytes == KV_BYTES
+    assert 0 < result.kv_copied_bytes <= KV_BYTES + 2 * ROW
     table = grid.to_table({cell: result})
     assert str(table.title).endswith("(h: the KV cache is in host memory)")
     assert list(table.columns[4].cells)[0].endswith(" h")
 
 
+@pytest.mark.usefixtures("beside")
 def test_both_passes_have_the_cache_where_a_run_has_it(
     model: Path, prefill: CapturedModel, tmp_path: Path
 ) -> None:
@@ -276,7 +304,11 @@ def test_the_commands_say_where_the_cache_is(
     plan = cli.of("plan", *given, "--device-budget")
     assert "1.00 MiB in host memory" in plan(least_on_device(decode) - 1).out
     least = [least_on_device(prefill), "--phase", "prefill"]
-    for place, words in (("auto", "1.00 MiB on the device"), ("host", "1.00 MiB in host memory")):
-        assert words in plan(*least, "--kv-cache", place).out
+    for place, words in (
+        ("device", "on the device"),
+        ("host", "in host memory"),
+        ("auto", "in host memory"),
+    ):
+        assert f"1.00 MiB {words}" in plan(*least, "--kv-cache", place).out
     points = cli.json("curve", *given, "--points", "2")["points"]
     assert [point["decode_kv_on_host"] for point in points] == [True, False]

@@ -27,7 +27,7 @@ def test_lengths_that_fit_alone_are_neither_captured_nor_planned_one_by_one(
     model = make_model("llama", num_hidden_layers=2, intermediate_size=64)
     ids = token_ids(prompt, batch=16)
     plain = tokens(model, ids, num_tokens, cache=None)
-    handle = attach(model, device_budget="64MiB", device="cpu")
+    handle = attach(model, device_budget="64MiB", device="cpu", kv_cache="device")
     assert torch.equal(tokens(model, ids, num_tokens, cache=None), plain)
     assert handle.stats.num_captures == 2
     # The largest pass is for 64 rows; the cache has 42 at its longest.

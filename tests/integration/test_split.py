@@ -13,6 +13,7 @@ from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.taskgraph import JOIN, Length
+from ds_finepage.integrations.transformers import preflight
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import logits, make_model, token_ids, tokens
 from tests.integration.parity import only_cut_plans, same_within
@@ -109,11 +110,12 @@ def test_every_length_of_a_bucket_has_the_logits_of_plain_transformers() -> None
     handle.detach()
 
 
-def test_a_cache_that_moves_in_the_middle_makes_way() -> None:
+def test_a_cache_that_moves_in_the_middle_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     model = make_model("gpt2")
     plain = tokens(model, token_ids(5), 150, cache=None)
     handle = attach(model, device_budget="64MiB", device="cpu", split=True)
+    monkeypatch.setattr(preflight, "competes", lambda *_, share: False)  # so it is not there first
     tokens(model, token_ids(5), 4, cache=None)
     least, needed = handle.stats.min_budget_bytes, handle.stats.needed_budget_bytes
     handle.replan(budget_bytes=least + (needed - least) // 8)
