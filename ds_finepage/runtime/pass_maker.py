@@ -23,6 +23,8 @@ UNPLANNED_FACTOR = 2
 """Activations under PyTorch's allocator take at most this many times their largest live sum.
 PyTorch frees what a composite op made when the op returns; a plan frees it after its last use."""
 
+UNLIMITED_BYTES = 1 << 62
+
 
 class PassMaker:
     """Makes passes, measured on the device that they will run on.
@@ -106,7 +108,9 @@ class PassMaker:
         activation_bytes = needs.needed_arena_bytes - weight_bytes
         arena = self.model_bytes + UNPLANNED_FACTOR * activation_bytes
         self.most_arena_bytes = max(self.most_arena_bytes, arena)
-        resident = needs.non_arena_bytes + arena
+        has_rows = any(graph.is_handed(b) for b in graph.buffers)
+        # Without a plan, rows of a KV cache in host memory would all come in with each call.
+        resident = UNLIMITED_BYTES if has_rows else needs.non_arena_bytes + arena
         self.most_resident_bytes = max(self.most_resident_bytes, resident)
         return Pass(graph, needs, resident_bytes=resident)
 

@@ -18,6 +18,7 @@ from ds_finepage.runtime.pass_table import PassTable
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
+from tests.unit.planning.finepage.test_rows import attending
 from tests.unit.planning.sketches import chain
 from tests.unit.runtime.settings import KnownCosts, run_settings
 
@@ -343,6 +344,16 @@ def test_a_graph_of_one_size_is_not_recorded_for_many_sizes_again() -> None:
     made.find(graph, 4, 5)
     assert asked == [(4,)]
     assert graph.captured == [4, 5]
+
+
+def test_a_model_with_rows_in_host_memory_is_never_resident() -> None:
+    """All rows would come in with each call, also those that a plan keeps."""
+    made, graph = remembering(), OneSizeGraph()
+    graph.record = lambda args, **_: attending(1)  # type: ignore[method-assign]
+    (found,) = made.found(graph, 4)
+    assert not found.may_be_resident(0, 1 << 60)
+    (other,) = made.found(OneSizeGraph(), 4)
+    assert not other.may_be_resident(made.table.maker.most_resident_bytes, 1 << 60)
 
 
 def test_a_resident_model_needs_room_for_all_weights_and_activations() -> None:
