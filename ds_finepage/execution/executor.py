@@ -169,9 +169,9 @@ class Executor:
             bound.sources.clear()
         self.counters = self._counted(missing, live, in_place)
         residents |= {**others, **self._exit}
-        for buffer, (identity, _) in live.items():
+        for buffer in in_place:  # another plan may keep others, which have no new rows now
             found = self._graph.buffers[buffer]
-            residents.rows[found.key] = identity, bound.sizes.nbytes(found)
+            residents.rows[found.key] = live[buffer][0], bound.sizes.nbytes(found)
         return bound.tensors.outputs(args, host_outputs, tensors)
 
     def collects(self, residents: Residents) -> str:

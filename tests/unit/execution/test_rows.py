@@ -109,6 +109,18 @@ def test_rows_that_another_plan_keeps_elsewhere_are_reloaded(
     assert call(made, room[:4], own) == 4 * ROW_BYTES
 
 
+def test_rows_that_stream_here_have_no_new_ones_where_another_plan_keeps_them(
+    rig: Callable[..., Rig], room: torch.Tensor
+) -> None:
+    made, own = rig(moving()), object()
+    call(made, room[:3], own)
+    streaming = rig(passing())
+    streaming.residents = made.residents
+    assert call(streaming, room[:4], own) == 4 * ROW_BYTES
+    assert made.residents["rows[0:288]"] == EXTENT  # which the second plan leaves alone
+    assert call(made, room[:5], own) == 5 * ROW_BYTES + ROW_BYTES + 5 * ROW_BYTES
+
+
 def test_rows_without_an_identity_are_reloaded(rig: Callable[..., Rig], room: torch.Tensor) -> None:
     made = rig(appending())
     for num in (3, 4):
@@ -162,6 +174,18 @@ def moving() -> MemGraph:
     builder.evict(1)
     builder.alloc(1, EXTENT, [])
     builder.reload(1)
+    return builder.finish()
+
+
+def passing() -> MemGraph:
+    """Stream the rows."""
+    builder = MemGraphBuilder(appending(), "horizon", 1024, 64)
+    builder.begin(())
+    builder.alloc(1, ELSEWHERE, [])
+    builder.reload(1)
+    for task in appending().tasks:
+        builder.compute(task)
+    builder.drop(1)
     return builder.finish()
 
 
