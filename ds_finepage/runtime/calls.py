@@ -134,7 +134,8 @@ class CallTaker:
     def _run(self, call: CapturedCall, *, is_own: bool) -> Any:
         runner, settings = self._runner, self._runner.settings
         moves, starts = settings.moves_kv_caches, settings.starts_on_host
-        starts = starts or (moves and is_own and runner.kv_offload.use.competes)
+        if moves and is_own and runner.ranks.has_whole_model:  # all ranks decide alike then
+            starts = starts or runner.kv_offload.use.competes
         try:
             return runner.kv_offload.call(call, may_move=moves, starts_on_host=starts)
         except PlanInfeasibleError as error:

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from ds_finepage.api import attach
 from ds_finepage.execution.meter import DeviceMeter
-from tests.integration.families import CACHE, greedy, make_model, token_ids
+from ds_finepage.runtime.ranks import Ranks
+from tests.integration.families import CACHE, WIDE_CACHE, greedy, make_model, token_ids
 
 BUDGETS = ("60%weights", "64MiB")
 """Weights are paged, or all of them fit with the cache."""
@@ -50,6 +51,21 @@ def test_results_are_those_of_plain_transformers(family: str, budget: str) -> No
     assert handle.stats.num_caches_on_host >= 3
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
     assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
+    handle.detach()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_large_cache_competes_with_the_weights_from_the_start(is_whole: bool) -> None:
+    """It is captured there alone. A part of a model does not know how large its cache is."""
+    model, ids = make_model("llama", **WIDE_CACHE), token_ids(40)
+    plain = greedy(model, input_ids=ids, max_new_tokens=6)
+    ranks = type("SomeRanks", (Ranks,), {"has_whole_model": is_whole})()
+    handle = attach(model, device_budget="60%weights", device="cpu", ranks=ranks)
+    assert torch.equal(greedy(model, input_ids=ids, max_new_tokens=6), plain)
+    assert handle.stats.num_caches_on_host == is_whole
+    assert handle.stats.num_captures == 2
+    step = handle.stats.passes[-1]
+    assert 0 < step.last_reloaded_bytes <= 1.3 * step.lower_bound_bytes
     handle.detach()
 
 
