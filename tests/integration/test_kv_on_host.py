@@ -10,7 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from ds_finepage.api import attach
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
 from ds_finepage.runtime.ranks import Ranks
 from tests.integration.families import CACHE, WIDE_CACHE, greedy, make_model, token_ids
 
@@ -66,6 +68,16 @@ def test_a_large_cache_competes_with_the_weights_from_the_start(is_whole: bool) 
     assert handle.stats.num_captures == 2
     step = handle.stats.passes[-1]
     assert 0 < step.last_reloaded_bytes <= 1.3 * step.lower_bound_bytes
+    handle.detach()
+
+
+def test_a_cache_that_stays_on_the_device_is_refused_where_it_has_no_room() -> None:
+    model = make_model("llama", **WIDE_CACHE)
+    cache_bytes = kv_bytes(model.config, model.dtype, Longest(6, 106, 100)) or 0
+    handle = attach(model, device_budget=cache_bytes * 9 // 10, device="cpu", kv_cache="device")
+    with pytest.raises(PlanInfeasibleError):
+        greedy(model, input_ids=token_ids(100, batch=6), max_new_tokens=6)
+    assert handle.stats.num_caches_on_host == 0
     handle.detach()
 
 
