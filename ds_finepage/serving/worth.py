@@ -76,7 +76,8 @@ def worth_of(
     figures = {
         "budget_bytes": budget_bytes,
         "weights_bytes": step.weight_bytes,
-        "weights that stay on the device_bytes": step.entry_reloaded_bytes - step.reloaded_bytes,
+        "weights and KV cache that stay on the device_bytes": step.entry_reloaded_bytes
+        - step.reloaded_bytes,
         f"copied for a step behind {seq} tokens_bytes": step.reloaded_bytes,
         "tokens a second, of all clients together": f"{step.tokens_per_s:.2f}",
         "longest context, tokens": longest,
