@@ -109,7 +109,10 @@ class Executor:
             for b in buffers
             if b.gather is not None and self._graph.is_handed(b)
         }
-        self._reloads = [b for b in reloads if b is not None]
+        reloaded = [b for b in reloads if b is not None]
+        self._row_reloads = [b for b in reloaded if b in self._rows]
+        weights = (b for b in reloaded if b not in self._rows)
+        self._weight_reload_bytes = sum(self._host_bytes(b) for b in weights)
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
         self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
         self._offloaded_bytes = memgraph.offloaded_bytes
@@ -227,8 +230,9 @@ class Executor:
             return live[buffer][1] if buffer in live else self._host_bytes(buffer)
 
         entry = sum(copied(b) - in_place.get(b, 0) for b in missing)
+        rows = sum(map(copied, self._row_reloads))
         return PassCounters(
-            reloaded_bytes=sum(map(copied, self._reloads)) - skipped + entry,
+            reloaded_bytes=self._weight_reload_bytes + rows - skipped + entry,
             entry_reloaded_bytes=entry,
             offloaded_bytes=self._offloaded_bytes,
         )
