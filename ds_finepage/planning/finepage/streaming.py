@@ -53,9 +53,9 @@ def streaming_plans(
     """
     weights = WeightClasses.of(problem, may_split=may_split, options=options)
     placed = place_activations(problem, held)
+    yield from _plans_of(weights, placed, may_win)
     if weights.rows:
         yield from _plans_of(_keeping_rows(weights), placed, may_win)
-    yield from _plans_of(weights, placed, may_win)
 
 
 def _keeping_rows(weights: WeightClasses) -> WeightClasses:
