@@ -178,8 +178,8 @@ class Walk:
                 text = f"{name} ends with other contents than program order gives it"
                 wrong(Fault.STALE_CONTENTS, None, text)
             if life.extent is None:
-                pass
-            elif not self._is_weight(buffer):
+                continue
+            if not self._is_weight(buffer):
                 wrong(Fault.NOT_RELEASED, life.holder, f"{name} is never dropped")
             elif life.contents.is_defined:
                 resident.append(Residency(buffer, life.extent))

@@ -114,6 +114,7 @@ class Executor:
         weights = (b for b in reloaded if b not in self._rows)
         self._weight_reload_bytes = sum(self._host_bytes(b) for b in weights)
         self._entry = [(r.buffer, buffers[r.buffer].key, r.extent) for r in memgraph.entry]
+        self._row_entry = [entry for entry in self._entry if entry[0] in self._rows]
         self._exit = {buffers[r.buffer].key: r.extent for r in memgraph.exit}
         self._offloaded_bytes = memgraph.offloaded_bytes
         # By the missing buffers of ``entry``: prefills find the arena as decode steps left it.
@@ -211,11 +212,10 @@ class Executor:
             if key in residents
         }
         found = {}
-        for buffer, key, extent in self._entry:
-            if buffer in live:
-                identity, nbytes = residents.rows.get(key, (None, 0))
-                is_valid = residents.get(key) == extent and identity is live[buffer][0]
-                found[buffer] = nbytes if is_valid else 0
+        for buffer, key, extent in self._row_entry:
+            identity, nbytes = residents.rows.get(key, (None, 0))
+            is_valid = residents.get(key) == extent and identity is live[buffer][0]
+            found[buffer] = nbytes if is_valid else 0
         return found
 
     def _counted(

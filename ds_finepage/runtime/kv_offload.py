@@ -171,7 +171,7 @@ class KVOffload:
         num_new = _num_new(call)
         for cache in call.caches(growing=True):
             enough = self._sizes[self._levels.get(cache, 0)]
-            wanted = {}
+            wanted: dict[RunLayer, int] = {}
             for layer in layers_of([cache], RunLayer):  # type: ignore[type-abstract]
                 num_rows = layer.get_seq_length() + num_new
                 capacity = enough(num_rows, self.use.longest)

@@ -24,6 +24,7 @@ UNPLANNED_FACTOR = 2
 PyTorch frees what a composite op made when the op returns; a plan frees it after its last use."""
 
 UNLIMITED_BYTES = 1 << 62
+"""More than any budget."""
 
 
 class PassMaker:

@@ -50,6 +50,8 @@ from ds_finepage.planning.budget import SELECTED_PARTS
 
 MIN_ROWS = 16
 ROOM_STEPS = 16
+"""Rooms of a cache in host memory differ by a part in so many of the next power of two."""
+
 LITTLE_ROOM = 8
 """A room without much room has an eighth of its rows behind them."""
 
