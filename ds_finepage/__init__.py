@@ -24,7 +24,12 @@ from ds_finepage.integrations.deepspeed.install import install
 if TYPE_CHECKING:
     from ds_finepage.api import attach, plan
     from ds_finepage.execution.device import DeviceMemoryError
-    from ds_finepage.integrations.deepspeed.engine import assert_active, handle_of, stats
+    from ds_finepage.integrations.deepspeed.engine import (
+        assert_active,
+        best_batch,
+        handle_of,
+        stats,
+    )
     from ds_finepage.runtime.handle import Handle
 
 __version__ = "0.1.0"
@@ -42,6 +47,7 @@ __all__ = [
     "TaskMismatchError",
     "assert_active",
     "attach",
+    "best_batch",
     "handle_of",
     "plan",
     "stats",
@@ -53,6 +59,7 @@ _LAZY = {
     "attach": "ds_finepage.api",
     "plan": "ds_finepage.api",
     "assert_active": "ds_finepage.integrations.deepspeed.engine",
+    "best_batch": "ds_finepage.integrations.deepspeed.engine",
     "handle_of": "ds_finepage.integrations.deepspeed.engine",
     "stats": "ds_finepage.integrations.deepspeed.engine",
 }

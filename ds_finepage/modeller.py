@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, FinepageError, reason_of
+from ds_finepage.execution.device import Accelerator
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.budget import budget_on
+from ds_finepage.planning.pipeline import PlanSettings, bound_of
 from ds_finepage.planning.policies import EngineSettings, policy_named
+from ds_finepage.planning.time_bound import alone_ns, end_times_ns
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.results import PhaseFigures
 from ds_finepage.whatif import (
@@ -27,6 +30,17 @@ from ds_finepage.whatif import (
 )
 
 
+class Costs(NamedTuple):
+    """The least times and bytes of a generation, for any placement of weights and KV cache."""
+
+    prefill_ns: float  # of its tasks
+    prefill_missing_bytes: float  # that it reloads; negative: that are left over
+    step_ns: float  # the last step
+    step_missing_bytes: float
+    least_bytes: float  # the least budget of both passes
+    kv_bytes: float  # after the last step
+
+
 class Modeller:
     """Models the prefill and the last decode step of a generation under a budget.
 
@@ -35,6 +49,8 @@ class Modeller:
         decode: The step.
         profile: The machine.
         weights: The form of the weights that was asked for.
+        new_tokens: Tokens that the generation makes.
+        host_memory_bytes: Host memory of the machine; None if that is not known.
         budget_bytes: The limit on all device bytes.
         weight_bytes: Bytes of all weights.
     """
@@ -54,6 +70,7 @@ class Modeller:
         weights: str | None = None,
         weights_group: int = GROUP,
         num_ranks: int = 1,
+        kv_cache: str = "auto",
     ) -> None:
         """Capture both passes from the model's config.
 
@@ -71,6 +88,7 @@ class Modeller:
             weights: "bf16", "int8" or "int4"; by default they are as the config says.
             weights_group: Weights that share a scale in a packed form.
             num_ranks: Ranks that the model is cut over; the passes are those of the first.
+            kv_cache: As in a ds_config: "auto", or where the KV cache is always.
 
         Raises:
             ConfigError: An argument cannot be used.
@@ -78,16 +96,17 @@ class Modeller:
         """
         self.profile = load_profile(hardware) if isinstance(hardware, str) else hardware
         self.weights = weights
-        self._split, self._host_memory_bytes = split, host_memory_bytes
+        self._split, self.host_memory_bytes, self._kv_cache = split, host_memory_bytes, kv_cache
+        self.new_tokens = new_tokens or 1
         # The prefill makes the first token, and the cache never holds the last one.
-        self._num_steps = max(1, (new_tokens or 0) - 1)
+        self._num_steps = max(1, self.new_tokens - 1)
         last = prompt_tokens if new_tokens is None else prompt_tokens + self._num_steps
         lengths = {"prefill": prompt_tokens, "decode": last}
         shared: dict[str, Any] = {"batch": batch, "profile": self.profile, "dtype": dtype}
         shared |= {"weights": weights, "weights_group": weights_group, "num_ranks": num_ranks}
         try:
             self.prefill, self.decode = (
-                capture_model(model, phase=phase, seq=seq, **shared)
+                capture_model(model, phase=phase, seq=seq, kv_on_host=kv_cache == "host", **shared)
                 for phase, seq in lengths.items()
             )
         except FinepageError:
@@ -170,7 +189,7 @@ class Modeller:
             PlanInfeasibleError: The budget is too small for the policy; the error says why.
         """
         follows = None
-        if policy:
+        if policy and self._kv_cache == "auto":
             forms = forms_of(self.prefill, policy=policy, split=self._split)
             before, _ = that_fits(forms, self.budget_bytes)
             follows = self.decode.on_host if before.kv_on_host else None
@@ -232,9 +251,31 @@ class Modeller:
             profile=self.profile,
             policy=policy,
             split=self._split,
-            host_memory_bytes=self._host_memory_bytes,
+            host_memory_bytes=self.host_memory_bytes,
             engine=engine,
+            kv_cache=self._kv_cache,
         )
+
+    def costs(self) -> Costs:
+        """Return the least times and bytes, by the lower bounds of both passes."""
+        both = (self.prefill, self.decode)
+        prefill, step = map(self._bounds_of, both)
+        needs = [c.needs_if(cuts_weights=self._split, looks_up_rows=True) for c in both]
+        least_bytes = max(each.min_budget_bytes for each in needs)
+        return Costs(*prefill, *step, least_bytes, self.decode.kv_bytes)
+
+    def _bounds_of(self, captured: CapturedModel) -> tuple[int, int]:
+        """Return the time of the tasks of a pass, and the bytes that are missing."""
+        settings = PlanSettings(
+            policy="finepage",
+            split=self._split,
+            alignment=Accelerator.alignment,
+            profile=self.profile,
+        )
+        arena_bytes = max(1, self.budget_bytes - captured.needs.non_arena_bytes)
+        bound = bound_of(captured.graph, arena_bytes, settings)
+        end_ns = max(end_times_ns(alone_ns(bound.graph, self.profile), self.profile))
+        return end_ns, bound.nbytes or bound.needed_bytes - bound.kept_bytes
 
 
 def _of(figures: PlanFigures) -> PhaseFigures:

@@ -37,6 +37,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.packed import GROUP, UNPACKED
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.integrations.transformers.room import in_steps
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.packing.stock import pack_as_stock
@@ -135,7 +136,7 @@ class CapturedModel:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory for the weights and for a KV cache there, with room to grow."""
-        room = 1 << (self.seq - 1).bit_length()  # rows, as the cache allocates them
+        room = in_steps(self.seq + 1)  # rows, as the cache allocates them if it knows its length
         return self.graph.weight_bytes + self._bytes_of(BufferKind.HOST) * room // self.seq
 
     def _bytes_of(self, kind: BufferKind) -> int:
@@ -168,6 +169,7 @@ def capture_model(
     weights_group: int = GROUP,
     num_ranks: int = 1,
     fused_unpacking: bool = False,
+    kv_on_host: bool = False,
 ) -> CapturedModel:
     """Capture a pass from a model's config.
 
@@ -183,6 +185,7 @@ def capture_model(
         weights_group: Numbers that share a scale in a packed form.
         num_ranks: Ranks that the model is cut over; the pass is the first one's.
         fused_unpacking: Products of few rows unpack in registers.
+        kv_on_host: The KV cache is in host memory, if the model has one that can be there.
 
     Raises:
         ConfigError: The model, dtype, form of the weights, a size or the ranks cannot be used.
@@ -212,7 +215,7 @@ def capture_model(
             again=None if kv_on_host or as_stock else capture,
         )
 
-    return capture()
+    return capture(kv_on_host=kv_on_host)
 
 
 def _dtype_of(config: PretrainedConfig, weights: str | None, profile: HardwareProfile) -> str:

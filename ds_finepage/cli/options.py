@@ -17,19 +17,31 @@ from ds_finepage.units import parse_bytes, require_count
 
 PROGRAM = "ds-finepage"
 PHASES = ("prefill", "decode")
+AUTO = "auto"
 WEIGHTS = (UNPACKED, *PACKED_FORMS)
 """The forms of weights; all but the first are packed."""
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the model, its shape, the machine and the policy."""
+def add_model(parser: argparse.ArgumentParser, *, finds_batch: bool = False) -> None:
+    """Add the options for the model, its shape, the machine and the policy.
+
+    Args:
+        parser: The parser.
+        finds_batch: The batch may be ``AUTO``.
+    """
     parser.add_argument(
         "--model",
         required=True,
         help="a name shipped with the package, a directory with a transformers config.json, or "
         "the path of such a file; no weights are read",
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences in the batch (1)")
+    parser.add_argument(
+        "--batch",
+        type=count_or_auto if finds_batch else int,
+        default=1,
+        help="sequences in the batch (1)"
+        + ("; auto: find the batch that makes most tokens a second" if finds_batch else ""),
+    )
     parser.add_argument(
         "--seq",
         type=int,
@@ -43,6 +55,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default="finepage", help="how to plan (finepage)")
     add_split(parser)
+
+
+def count_or_auto(text: str) -> int | str:
+    """Read a number, or ``AUTO``."""
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO!r}") from None
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:

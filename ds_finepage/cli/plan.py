@@ -5,6 +5,9 @@ config, plans it under the budget, checks the plan, and predicts its time with t
 hardware profile. If the KV cache does not fit the device, it is in host memory, as in a run.
 --kv-cache host has it there always, as finepage.kv_cache does, which may be faster.
 
+--batch auto finds the batch that makes most tokens a second over a whole generation: a prompt of
+--seq tokens less --new, and --new tokens behind it.
+
 Exit status: 0; 2 if no plan exists under the budget, or for an option that cannot be used.
 """
 
@@ -18,7 +21,8 @@ from pathlib import Path
 from typing import get_args
 
 from ds_finepage.capture.shipped import config_text
-from ds_finepage.cli import drafts, options, output
+from ds_finepage.cli import auto_batch, drafts, options, output
+from ds_finepage.cli.auto_batch import NEW_TOKENS
 from ds_finepage.cli.grid import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget, KVPlace
 from ds_finepage.graph import codec
@@ -29,13 +33,15 @@ from ds_finepage.units import format_bytes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    options.add_model(parser)
+    options.add_model(parser, finds_batch=True)
     parser.add_argument(
         "--phase",
         choices=options.PHASES,
         default="decode",
         help="prefill: all tokens at once; decode: one token (decode)",
     )
+    text = f"with --batch auto: those of the --seq tokens that are generated ({NEW_TOKENS})"
+    parser.add_argument("--new", type=int, metavar="N", help=text)
     options.add_weights(parser)
     options.add_ranks(parser)
     options.add_budget(parser)
@@ -50,7 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_json(parser)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the plan as JSON, for 'check' and 'trace'"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the plan as JSON, for 'check' and 'trace'; with --batch auto: the speed of "
+        "each batch, as a PNG",
     )
     options.add_force(parser)
 
@@ -58,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, print the figures, write the plan."""
     config_text(arguments.model)  # refuses one that is not there
-    options.require_counts(arguments, "batch", "seq", "ranks")
+    is_auto = auto_batch.is_asked(arguments)
+    options.require_counts(arguments, "seq", "ranks")
     options.require_policies([arguments.policy])
     weights = options.one_form_of(arguments)
     drafts.acceptances_of(arguments)
@@ -69,23 +80,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         options.require_writable(arguments.out, force=arguments.force)
 
+    settings = {
+        "device_budget": str(budget),
+        "hardware": arguments.hardware,
+        "split": not arguments.no_split,
+        "host_memory_bytes": host_memory_bytes,
+        "weights": weights,
+        "weights_group": arguments.weights_group,
+        "num_ranks": arguments.ranks,
+    }
+    if is_auto:
+        return auto_batch.run(arguments, **settings)
+
     from ds_finepage.api import plan_model  # imports torch, so wrong options are refused first
 
-    planned = plan_model(
-        arguments.model,
-        phase=arguments.phase,
-        batch=arguments.batch,
-        seq=arguments.seq,
-        device_budget=str(budget),
-        hardware=arguments.hardware,
-        policy=arguments.policy,
-        split=not arguments.no_split,
-        host_memory_bytes=host_memory_bytes,
-        weights=weights,
-        weights_group=arguments.weights_group,
-        num_ranks=arguments.ranks,
-        kv_cache=arguments.kv_cache,
-    )
+    given = {name: getattr(arguments, name) for name in ("phase", "batch", "seq", "policy")}
+    planned = plan_model(arguments.model, **given, **settings, kv_cache=arguments.kv_cache)
     if planned.figures.budget_bytes > profile.capacity_bytes:
         options.note(
             f"{arguments.device_budget} is more than the {format_bytes(profile.capacity_bytes)} of "

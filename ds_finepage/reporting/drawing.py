@@ -13,7 +13,7 @@ from ds_finepage.graph.timeline import Timeline
 from ds_finepage.reporting.findings import BudgetLine
 from ds_finepage.reporting.layers import LayerBytes
 from ds_finepage.reporting.memory import MemoryKind, MemorySeries, stalls
-from ds_finepage.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_ns, unit_for
+from ds_finepage.units import BYTE_UNITS, NS_PER_S, TIME_UNITS, format_bytes, format_ns, unit_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -275,6 +275,36 @@ def draw_budgets(lines: Mapping[str, BudgetLine], compared: Sequence[int], title
     axes.set_xlabel(f"device budget in {name}")
     axes.set_ylabel(f"decode step in {time_name}")
     _legend(axes)
+    return figure
+
+
+def draw_batches(
+    points: Sequence[tuple[int, float, int, int]], best: tuple[int, float], title: str
+) -> Figure:
+    """Draw speed against the batch, and below it how long a user waits.
+
+    Args:
+        points: Batch, tokens a second, and nanoseconds of the prefill and of a step.
+        best: Batch and tokens a second of the one that is marked.
+        title: Stands above.
+    """
+    figure, (speed, waits) = _figure(title, 2, height=5.4)
+    batches = [point[0] for point in points]
+    speed.plot(batches, [point[1] for point in points], color=BLUE, label="at most")
+    speed.plot(*best, color=VERMILION, marker=MARKERS[0], linestyle="", label="best, by plan")
+    speed.set_ylabel("tokens a second")
+    speed.annotate(f"batch {best[0]}: {best[1]:.4g} ", best, fontsize=8.5, ha="right")
+    for column, (name, color) in enumerate((("first token", ORANGE), ("a step", GREEN)), 2):
+        seconds = [point[column] / NS_PER_S for point in points]
+        waits.plot(batches, seconds, color=color, label=f"{name}, at least")
+    waits.set_yscale("log")
+    waits.set_ylabel("seconds")
+    waits.set_xscale("log", base=2)
+    waits.xaxis.set_major_formatter("{x:.0f}")
+    waits.set_xlabel("sequences in a batch")
+    for axes in (speed, waits):
+        axes.axvline(best[0], color=INK, linestyle="--", linewidth=1)
+        _legend(axes)
     return figure
 
 

@@ -26,7 +26,8 @@ class PlanFigures:
     a cache in both directions; its rows that are brought in are part of ``reloaded_bytes`` too.
     ``min_budget_bytes`` is for the place that needs less. ``lower_bound_bytes`` and
     ``lower_bound_ns`` hold for schedules of one batch at a time under the same budget, with tasks
-    in program order and the KV cache where it is, and include its copies. ``weights`` names
+    in program order. They let any byte of the weights stay, and any byte of a KV cache in host
+    memory, whose copies they include; a cache on the device is there. ``weights`` names
     the packed form of the weights, if they have one; all bytes are then packed bytes. Where a model
     is cut over ``num_ranks``, all figures are of one rank, except tokens a second: all ranks work
     on the same tokens. ``sent_bytes`` is what a rank sends to the next one in the collectives of a
@@ -164,6 +165,10 @@ _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
         lambda f: format_bytes(f.reloaded_bytes) + _over(f.reloaded_bytes, f.lower_bound_bytes),
     ),
     ("  least possible, one batch at a time", lambda f: format_bytes(f.lower_bound_bytes)),
+    (
+        "    may stay by this bound",
+        lambda f: "any byte of weights" + (" and KV cache" if f.kv_on_host else ""),
+    ),
     ("offloaded by each pass", lambda f: format_bytes(f.offloaded_bytes)),
     ("KV cache copied by each pass", lambda f: format_bytes(f.kv_copied_bytes)),
     (

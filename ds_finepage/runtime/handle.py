@@ -123,9 +123,19 @@ class Handle:
         return found if draft is None else draft.counted(found)
 
     @property
+    def settings(self) -> RunSettings:
+        """Everything that the user decides, and the rates to plan with."""
+        return self._runner.settings
+
+    @property
+    def is_shared(self) -> bool:
+        """True where several ranks share the model."""
+        return self._ranks.collects_weights or not self._ranks.has_whole_model
+
+    @property
     def profile(self) -> HardwareProfile:
         """The rates that plans are made for."""
-        return self._runner.settings.profile
+        return self.settings.profile
 
     def plans(self) -> list[tuple[MemGraph, Timeline]]:
         """Return the plan of every captured pass with its predicted timeline."""

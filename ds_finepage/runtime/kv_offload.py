@@ -12,8 +12,8 @@ import torch
 
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.arena import KeepRows
-from ds_finepage.integrations.transformers.handed_out import HandedOut
 from ds_finepage.integrations.transformers.host_cache import (
+    HandedOut,
     HostLayer,
     caches_among,
     move_to_host,
@@ -66,7 +66,7 @@ class KVOffload:
 
     A cache that competes with the weights starts in host memory. For any other one weights make way
     first: the arena is the rest of the budget beside the cache. Then the room behind the rows
-    becomes small, and at last the cache moves to host memory too. ``handed_out`` brings
+    becomes small, and at last the cache moves to host memory too. ``HandedOut`` brings
     the caches back to the device when the model is detached.
     """
 

@@ -150,3 +150,24 @@ def test_the_documents_name_files_that_exist() -> None:
         num_ranks.append(words[2])
         assert "--deepspeed_config" in words
     assert sorted(num_ranks) == ["1", "1", "2"]
+
+
+def test_throughput_writes_each_prompt_once(
+    run: Run, checkpoint: Path, ds_config: Path, tmp_path: Path
+) -> None:
+    words = PROMPT.split()
+    prompts = [" ".join(words * repeats) for repeats in (1, 4, 2, 1, 3)]
+    given, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    given.write_text("\n".join(prompts) + "\n")
+    command = [sys.executable, "examples/throughput.py", "--model", checkpoint, "--new-tokens", 4]
+    command += ["--prompts", given, "--out", out, "--deepspeed_config", ds_config]
+    assert "5 of 5 prompts" in run(*command)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(line["line"] for line in lines) == [0, 1, 2, 3, 4]
+    assert lines[0]["line"] == 1 and all(line["prompt"] == prompts[line["line"]] for line in lines)
+    whole = [json.dumps(line) for line in lines]
+    out.write_text("\n".join([*whole[:-1], whole[-1][:20]]))  # cut off by an interrupt
+    assert "5 of 5 prompts" in run(*command)
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert again == lines
+    assert "all 5 prompts are in" in run(*command)

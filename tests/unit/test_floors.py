@@ -31,6 +31,7 @@ FLOORS = {
     "whatif": 6,
     "modeller": 7,
     "drafted": 7,
+    "batches": 7,
     "api": 8,
     "integrations.deepspeed": 9,
     "serving": 9,

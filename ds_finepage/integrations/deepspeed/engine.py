@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from ds_finepage.errors import ConfigError
+from ds_finepage.graph.packed import GROUP
+from ds_finepage.packing.model import form_of
 from ds_finepage.runtime.handle import Handle, handle_in
 from ds_finepage.runtime.stats import Stats
+from ds_finepage.units import require_count
+
+if TYPE_CHECKING:
+    from ds_finepage.batches import BestBatch
 
 
 def handle_of(engine: Any) -> Handle:
@@ -60,6 +70,61 @@ def stats(engine: Any) -> Stats:
         ConfigError: It does not run by plan.
     """
     return handle_of(engine).stats
+
+
+def best_batch(
+    engine: Any, prompt_length: int, new_tokens: int, *, most: int | None = None
+) -> BestBatch:
+    """Find the batch that makes most tokens a second under the budget, before any prompt is run.
+
+    Passes are captured from the model's config, and times are predicted. Prompts of fewer tokens
+    have room in the same batch.
+
+    Args:
+        engine: As for :func:`handle_of`.
+        prompt_length: Tokens of the longest prompt.
+        new_tokens: Tokens to generate behind each.
+        most: Sequences at most, for example the number of prompts.
+
+    Raises:
+        ConfigError: It does not run by plan, or several ranks share the model; a length cannot be
+            used.
+        CaptureError: The model cannot be captured from its config.
+        PlanInfeasibleError: One sequence has no room; the error has the least budget.
+    """
+    # These import what attach() does not need.
+    from ds_finepage.batches import MOST_SEQUENCES, find_best
+    from ds_finepage.modeller import Modeller
+
+    require_count(prompt_length, "prompt_length")
+    require_count(new_tokens, "new_tokens")
+    handle = handle_of(engine)
+    module, settings = getattr(engine, "module", engine), handle.settings
+    if handle.is_shared:
+        raise ConfigError("best_batch: several ranks share the model. Time a few batches there.")
+    if not hasattr(getattr(module, "config", None), "save_pretrained"):
+        raise ConfigError(
+            f"best_batch: {type(module).__name__} has no config of transformers, which tells the "
+            f"sizes of its passes. Time a few batches."
+        )
+    packed = form_of(module)
+    with TemporaryDirectory() as folder:
+        module.config.save_pretrained(folder)
+        make = partial(
+            Modeller,
+            folder,
+            prompt_tokens=prompt_length,
+            new_tokens=new_tokens,
+            device_budget=str(settings.budget_bytes),
+            hardware=settings.profile,
+            dtype=str(module.dtype).removeprefix("torch."),
+            split=settings.planning.split,
+            # The weights are in host memory already, and count.
+            host_memory_bytes=psutil.virtual_memory().available + handle.stats.weight_bytes,
+            weights=packed.name if packed else None,
+            weights_group=packed.group if packed else GROUP,
+        )
+        return find_best(make, kv_cache=settings.config.kv_cache, most=most or MOST_SEQUENCES)
 
 
 def detach(engine: Any) -> None:

@@ -3,8 +3,8 @@
 A layer of transformers' default cache concatenates: its old and its new rows are on the device at
 the same time, and all old layers stay until the forward has returned. A :class:`RoomLayer` takes
 the place of such a layer while the model runs. New rows are written behind the old ones, in place.
-So the cache is on the device once, and no step copies it. :mod:`.handed_out` gives the callers
-their own layers back; their keys and values are views of the rows so far.
+So the cache is on the device once, and no step copies it. :class:`.host_cache.HandedOut` gives
+callers their own layers back; their keys and values are views of the rows so far.
 
 [Note: one row more]
 A room has at least one row more than there are live ones. The live rows are then never the whole

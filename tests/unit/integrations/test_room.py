@@ -11,8 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.integrations.transformers.handed_out import HandedOut
-from ds_finepage.integrations.transformers.host_cache import move_to_host
+from ds_finepage.integrations.transformers.host_cache import HandedOut, move_to_host
 from ds_finepage.integrations.transformers.room import (
     MIN_ROWS,
     RoomLayer,

@@ -121,3 +121,15 @@ def test_a_missing_package_is_named_with_its_install_line(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"report needs {name}.*'ds_finepage\[report\]'"):
         drawing.require_packages("report")
+
+
+def test_batches_show_speed_above_and_waiting_below() -> None:
+    points = [(1, 2.0, MS, MS), (2, 3.5, 2 * MS, 3 * MS), (8, 3.0, 8 * MS, 20 * MS)]
+    speed, waits = drawing.draw_batches(points, (2, 3.4), "").axes
+    at_most, best = speed.get_lines()[:2]
+    assert at_most.get_xydata().tolist() == [[1, 2.0], [2, 3.5], [8, 3.0]]
+    assert best.get_xydata().tolist() == [[2, 3.4]] and "batch 2: 3.4" in texts(speed)
+    first, step = waits.get_lines()[:2]
+    assert list(first.get_ydata()) == [0.001, 0.002, 0.008]
+    assert list(step.get_ydata()) == [0.001, 0.003, 0.02]
+    assert (waits.get_ylabel(), waits.get_xlabel()) == ("seconds", "sequences in a batch")

@@ -75,6 +75,7 @@ def test_each_line_of_the_table_shows_its_own_figure() -> None:
         ("reloaded by the first pass", "5.00 GiB"),
         ("reloaded by each pass", "12.00 GiB (1.50 x)"),
         ("least possible, one batch at a time", "8.00 GiB"),
+        ("may stay by this bound", "any byte of weights"),
         ("offloaded by each pass", "7.00 GiB"),
         ("KV cache copied by each pass", "11.00 GiB"),
         ("time of a pass", "3.00 s (1.50 x)"),
@@ -89,6 +90,13 @@ def test_each_line_of_the_table_shows_its_own_figure() -> None:
         ("capture", "1.25 s"),
         ("planning", "2.50 s"),
     ]
+
+
+def test_the_bound_of_a_cache_in_host_memory_lets_any_byte_of_it_stay() -> None:
+    table = dataclasses.replace(FIGURES, kv_on_host=True).to_table()
+    labels, values = (list(column.cells) for column in table.columns)
+    shown = dict(zip(map(str.strip, map(str, labels)), values, strict=True))
+    assert shown["may stay by this bound"] == "any byte of weights and KV cache"
 
 
 def test_the_table_of_a_rank_says_what_it_sends_and_what_all_ranks_make() -> None:
