@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 IGNORED_LIVE_BYTES = HOST_PROGRAM_SLACK_BYTES // 2
 """Live tensors of earlier passes count only above this; the slack of the budget covers less."""
 
+SPARE_SHARE = 64
+"""A first reservation for live tensors has at most one part in so many of the budget to spare: in
+the rounds of a draft they differ a little."""
+
 NEAR = 63 / 64
 """A plan for so much of an arena is good enough for it."""
 
@@ -155,12 +159,13 @@ class Pass:
     def leave_room(self, live_bytes: int, budget_bytes: int) -> None:
         """Reserve bytes for live tensors of other passes; a change drops the plan.
 
-        The reservation grows in steps of a quarter, since a plan for each size is too many. It
-        shrinks only where the budget is too small for it.
+        The reservation has up to a quarter more, and grows in such steps, since a plan for each
+        size is too many. It shrinks only where the budget is too small for it.
         """
         wanted = live_bytes if live_bytes > IGNORED_LIVE_BYTES else 0
         if wanted > self.live_bytes:
-            ample = max(wanted, self.live_bytes * 5 // 4)
+            spare = min(wanted // 4, budget_bytes // SPARE_SHARE)
+            ample = max(wanted + spare, self.live_bytes * 5 // 4)
             wanted = ample if self.has_room(ample, budget_bytes) else wanted
         elif wanted == self.live_bytes or self.has_room(self.live_bytes, budget_bytes):
             return

@@ -64,11 +64,20 @@ def test_room_is_left_ahead_of_need_where_there_is_some() -> None:
     found.leave_room(IGNORED_LIVE_BYTES, 10**9)
     assert (found.live_bytes, found.needs.min_budget_bytes) == (0, 10**6)
     found.leave_room(10**6, 10**9)
-    found.leave_room(10**6 + 1, 10**9)
+    assert found.live_bytes == 1_250_000
+    found.leave_room(1_250_000, 10**9)
     assert found.live_bytes == 1_250_000
     assert found.needs.min_budget_bytes == found.needs.needed_budget_bytes == 2_250_000
     found.leave_room(10**5, 10**9)  # a plan that has room for more is as good
     assert found.live_bytes == 1_250_000
+
+
+def test_a_first_reservation_spares_a_small_part_of_the_budget() -> None:
+    found = a_pass(10**6)
+    found.leave_room(10**6, 64 * 10**5)
+    assert found.live_bytes == 11 * 10**5
+    found.leave_room(11 * 10**5 + 1, 64 * 10**5)
+    assert found.live_bytes == 11 * 10**5 * 5 // 4
 
 
 def test_room_is_taken_back_where_it_stands_in_the_way() -> None:
@@ -102,7 +111,7 @@ def test_a_pass_leaves_room_for_another_order_of_its_rows() -> None:
     found, live, given = a_pass(10**6, graph), LiveTensors(), (torch.ones(1),)
     live.reserve(found, given, 10**9)
     assert found.live_bytes == 0
-    live.reserve(found, given, 10**9, is_reordered=True)  # the same pass, in another generation
+    live.reserve(found, given, 2 * 10**6, is_reordered=True)  # the same pass, in another generation
     assert found.live_bytes == 10**6
 
 
