@@ -119,6 +119,10 @@ def test_what_no_batch_can_be_found_for() -> None:
         with pytest.raises(ConfigError, match=f"{name}: 0 is less than 1"):
             ds_finepage.best_batch(model, *lengths)
     handle.detach()
+    handle = attach(model, device_budget="50%weights", device="cpu", policy="horizon")
+    with pytest.raises(ConfigError, match="policy horizon is not finepage"):
+        ds_finepage.best_batch(model, PROMPT, NEW)
+    handle.detach()
     plain = torch.nn.Linear(4, 4)
     handle = attach(plain, device_budget="1MiB", device="cpu", profile=SLOW)
     with pytest.raises(ConfigError, match="Linear has no config of transformers"):
@@ -138,4 +142,13 @@ def test_ranks_that_share_a_model_are_refused(
     with pytest.raises(ConfigError, match="several ranks share the model"):
         ds_finepage.best_batch(model, PROMPT, NEW)
     monkeypatch.undo()
+    handle.detach()
+
+
+def test_weights_that_another_library_has_quantised_are_refused() -> None:
+    model = make_model("llama")
+    handle = attach(model, device_budget="50%weights", device="cpu", profile=SLOW)
+    model.config.quantization_config = {"quant_method": "torchao"}
+    with pytest.raises(ConfigError, match="another library has quantised it"):
+        ds_finepage.best_batch(model, PROMPT, NEW)
     handle.detach()

@@ -10,6 +10,7 @@ import psutil
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.packed import GROUP
+from ds_finepage.integrations.transformers.preflight import is_quantised
 from ds_finepage.packing.model import form_of
 from ds_finepage.runtime.handle import Handle, handle_in
 from ds_finepage.runtime.stats import Stats
@@ -77,8 +78,7 @@ def best_batch(
 ) -> BestBatch:
     """Find the batch that makes most tokens a second under the budget, before any prompt is run.
 
-    Passes are captured from the model's config, and times are predicted. Prompts of fewer tokens
-    have room in the same batch.
+    Passes are captured from the model's config, and their times predicted.
 
     Args:
         engine: As for :func:`handle_of`.
@@ -87,27 +87,27 @@ def best_batch(
         most: Sequences at most, for example the number of prompts.
 
     Raises:
-        ConfigError: It does not run by plan, or several ranks share the model; a length cannot be
-            used.
+        ConfigError: It does not run by plan, or nothing can be predicted; a length cannot be used.
         CaptureError: The model cannot be captured from its config.
         PlanInfeasibleError: One sequence has no room; the error has the least budget.
     """
-    # These import what attach() does not need.
-    from ds_finepage.batches import MOST_SEQUENCES, find_best
+    from ds_finepage.batches import MOST_SEQUENCES, find_best  # attach() does without them
     from ds_finepage.modeller import Modeller
 
     require_count(prompt_length, "prompt_length")
     require_count(new_tokens, "new_tokens")
     handle = handle_of(engine)
     module, settings = getattr(engine, "module", engine), handle.settings
-    if handle.is_shared:
-        raise ConfigError("best_batch: several ranks share the model. Time a few batches there.")
-    if not hasattr(getattr(module, "config", None), "save_pretrained"):
-        raise ConfigError(
-            f"best_batch: {type(module).__name__} has no config of transformers, which tells the "
-            f"sizes of its passes. Time a few batches."
-        )
-    packed = form_of(module)
+    policy, packed = settings.config.policy, form_of(module)
+    has_config = hasattr(getattr(module, "config", None), "save_pretrained")
+    reasons = {
+        "several ranks share the model": handle.is_shared,
+        f"policy {policy} is not finepage": policy != "finepage",
+        f"{type(module).__name__} has no config of transformers": not has_config,
+        "another library has quantised it": has_config and not packed and is_quantised(module),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise ConfigError(f"best_batch: {reason}. Time a few batches instead.")
     with TemporaryDirectory() as folder:
         module.config.save_pretrained(folder)
         make = partial(

@@ -270,7 +270,7 @@ class Preflight:
         if dtype not in DTYPES:
             return None
         form = form_of(self._module)
-        if form is None and _is_quantised(self._module):
+        if form is None and is_quantised(self._module):
             return None
         try:
             return capture_config(
@@ -287,7 +287,8 @@ class Preflight:
             return None
 
 
-def _is_quantised(module: Any) -> bool:
+def is_quantised(module: Any) -> bool:
+    """Tell whether the weights of a model are not numbers of its dtype."""
     has_config = getattr(module.config, "quantization_config", None) is not None
     return has_config or not all(p.is_floating_point() for p in module.parameters())
 
