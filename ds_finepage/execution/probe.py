@@ -16,6 +16,9 @@ MIB = 1 << 20
 IN_A_ROW = 64
 """Small ops and copies in one measurement, so that they wait for each other as in a pass."""
 
+NUM_COPIES = 16
+"""Copies of which the fastest counts. On a busy CPU the first ten may wait for a thread."""
+
 LONG_ENOUGH_S = 0.004
 """A product that takes as long shows the rate of the device."""
 
@@ -62,8 +65,9 @@ def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:
     """Measure the rates of the links, net of the latency of a copy in seconds."""
     host = device_of(device).pinned(torch.ones(nbytes, dtype=torch.uint8))
     on_device = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    reload = seconds_of(lambda: on_device.copy_(host, non_blocking=True), device)
-    offload = seconds_of(lambda: host.copy_(on_device, non_blocking=True), device)
+    to_device = partial(on_device.copy_, host, non_blocking=True)
+    to_host = partial(host.copy_, on_device, non_blocking=True)
+    reload, offload = (seconds_of(run, device, repeats=NUM_COPIES) for run in (to_device, to_host))
     return {
         "h2d_bytes_per_s": nbytes / max(reload - latency, reload / 2),
         "d2h_bytes_per_s": nbytes / max(offload - latency, offload / 2),
