@@ -68,8 +68,8 @@ class BestBatch:
     @property
     def title(self) -> str:
         """Model, machine and budget."""
-        step = self.step
-        return f"{step.model} on {step.hardware}, budget {format_bytes(step.budget_bytes)}"
+        step, name = self.step, self.step.model.rpartition("/")[2]
+        return f"{name} on {step.hardware}, budget {format_bytes(step.budget_bytes)}"
 
     def to_table(self) -> Table:
         """Return powers of two and the best batch as a table for the terminal."""

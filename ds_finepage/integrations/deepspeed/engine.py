@@ -108,7 +108,7 @@ def best_batch(
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise ConfigError(f"best_batch: {reason}. Time a few batches instead.")
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(prefix=f"{type(module).__name__}-") as folder:
         module.config.save_pretrained(folder)
         make = partial(
             Modeller,
