@@ -17,7 +17,7 @@ IN_A_ROW = 64
 """Small ops and copies in one measurement, so that they wait for each other as in a pass."""
 
 NUM_COPIES = 16
-"""Copies of which the fastest counts. On a busy CPU the first ten may wait for a thread."""
+"""The fastest of so many copies counts. On a busy CPU the first ten may wait for a thread."""
 
 LONG_ENOUGH_S = 0.004
 """A product that takes as long shows the rate of the device."""
