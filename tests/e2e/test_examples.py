@@ -169,5 +169,6 @@ def test_throughput_writes_each_prompt_once(
     out.write_text("\n".join([*whole[:-1], whole[-1][:20]]))  # cut off by an interrupt
     assert "5 of 5 prompts" in run(*command)
     again = [json.loads(line) for line in out.read_text().splitlines()]
-    assert again == lines
+    # The last prompt ran again, perhaps in another batch, and bfloat16 rounds by the batch.
+    assert again[:-1] == lines[:-1] and again[-1]["line"] == lines[-1]["line"]
     assert "all 5 prompts are in" in run(*command)
