@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.integrations.transformers.room import in_steps
 from ds_finepage.modeller import Costs, Modeller
 from ds_finepage.planning.budget import competes
 from ds_finepage.reporting.figures import PlanFigures
@@ -165,10 +164,8 @@ class Search:
         return BatchPoint(batch, speed, int(first_ns), int(step_ns))
 
     def _has_room(self, costs: Costs) -> bool:
-        limits, host_bytes = self._any, self._any.weight_bytes
-        if self._is_on_host(costs):
-            rows = limits.decode.seq
-            host_bytes += int(costs.kv_bytes * in_steps(rows + 1) / rows)
+        limits = self._any
+        host_bytes = costs.host_bytes if self._is_on_host(costs) else limits.weight_bytes
         most_bytes = host_bytes if limits.host_memory_bytes is None else limits.host_memory_bytes
         return costs.least_bytes <= limits.budget_bytes and host_bytes <= most_bytes
 

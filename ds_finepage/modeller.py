@@ -39,6 +39,7 @@ class Costs(NamedTuple):
     step_missing_bytes: float
     least_bytes: float  # the least budget of both passes
     kv_bytes: float  # after the last step
+    host_bytes: float  # with that cache in host memory
 
 
 class Modeller:
@@ -262,7 +263,7 @@ class Modeller:
         prefill, step = map(self._bounds_of, both)
         needs = [c.needs_if(cuts_weights=self._split, looks_up_rows=True) for c in both]
         least_bytes = max(each.min_budget_bytes for each in needs)
-        return Costs(*prefill, *step, least_bytes, self.decode.kv_bytes)
+        return Costs(*prefill, *step, least_bytes, self.decode.kv_bytes, self.decode.host_bytes)
 
     def _bounds_of(self, captured: CapturedModel) -> tuple[int, int]:
         """Return the time of the tasks of a pass, and the bytes that are missing."""

@@ -50,7 +50,9 @@ def main() -> None:
             except ds_finepage.PlanInfeasibleError:
                 if len(batch) == 1:
                     raise
-                size.shrink()  # nothing has run: the mask of padded prompts needs room too
+                size.shrink(
+                    len(batch)
+                )  # nothing has run: the mask of padded prompts needs room too
                 continue
             waiting = waiting[len(batch) :]
             for n, text in zip(batch, texts, strict=True):
@@ -94,9 +96,9 @@ class Size:
             print(f"prompts of up to {longest} tokens: batches of {self._size}", flush=True)
         return self._size
 
-    def shrink(self) -> None:
-        """Take a part less, since a batch was refused."""
-        self._size -= -(-self._size // 8)
+    def shrink(self, refused: int) -> None:
+        """Take a part less than a batch that was refused."""
+        self._size = refused - -(-refused // 8)
         print(f"no room for padding: batches of {self._size}", flush=True)
 
 

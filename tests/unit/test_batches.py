@@ -33,6 +33,7 @@ def growing(**changed: float) -> Callable[[int], Costs]:
             step_missing_bytes=kv * (batch - 40),
             least_bytes=changed.get("least", 1e6) * batch,
             kv_bytes=kv * batch,
+            host_bytes=2e8 + 1.25 * kv * batch,  # with room behind the rows
         )
 
     return look
@@ -110,7 +111,7 @@ def test_of_batches_that_are_about_as_good_the_smallest_is_the_best(wait: float)
 
 
 def test_costs_lie_on_the_line_between_the_looks_beside_a_batch() -> None:
-    one, eight, twenty = (Costs(*[n] * 6) for n in (10, 24, 60))
+    one, eight, twenty = (Costs(*[n] * 7) for n in (10, 24, 60))
     looks = {1: one, 8: eight, 20: twenty}
     found = {n: costs_between(looks, n)[0] for n in (1, 2, 8, 14, 20, 24)}
     assert found == {1: 10, 2: 12, 8: 24, 14: 42, 20: 60, 24: 72}
@@ -123,8 +124,7 @@ def test_a_batch_without_room_makes_no_tokens() -> None:
 
 
 def test_host_memory_counts_the_rows_of_a_cache_that_is_there() -> None:
-    rows = 160  # for 129, in steps of a sixteenth of the next power of two
-    enough = int(2e8 + 2e9 * rows / 128)  # for a batch of 100
+    enough = int(2e8 + 1.25 * 2e9)  # for a batch of 100
     for host, kv_cache, fits in (
         (enough, "auto", True),
         (enough - 1, "auto", False),

@@ -157,3 +157,4 @@ def test_a_budget_that_is_not_used_up_has_bytes_left(plan: list[str]) -> None:
     passes = (made.prefill, made.decode)
     needs = [each.needs_if(cuts_weights=True, looks_up_rows=True) for each in passes]
     assert more.least_bytes == needs[0].min_budget_bytes > needs[1].min_budget_bytes
+    assert more.host_bytes == made.decode.host_bytes > made.weight_bytes + more.kv_bytes
