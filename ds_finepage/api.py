@@ -306,14 +306,13 @@ def _draft_of(
     if isinstance(given, torch.nn.Module):
         return Draft(given)
     if config.draft in (STAND_IN, "auto"):
-        form = PackedForm.parse(STAND_IN_FORM, config.weights_group)
+        form = PackedForm.parse(STAND_IN_FORM, config.weights_group, config.weights_dir)
         # A product in registers takes a fifth of the time, and may differ from what it stands for.
         form = replace(form, fused=why_not(settings.device) is None)
         if config.draft == "auto":
             from ds_finepage.drafted import wins  # it imports transformers
 
-            shape = {"weights_group": form.group, "fused": form.fused}
-            if not wins(module, budget_bytes, settings.profile, **shape):
+            if not wins(module, budget_bytes, settings.profile, form):
                 logger.warning("a stand-in is not predicted to gain a tenth; there is no draft")
                 return None
         return Draft(stand_in_of(module, budget_bytes, form), stands_for=module)
@@ -334,7 +333,7 @@ def _draft_of(
 def _pack(module: torch.nn.Module, config: FinepageConfig, where: torch.device) -> None:
     """Pack a model if it is to be packed, and choose how its packed products unpack."""
     if config.weights is not None:
-        form = PackedForm.parse(config.weights, config.weights_group)
+        form = PackedForm.parse(config.weights, config.weights_group, config.weights_dir)
         pack_model(module, form)
         logger.warning(
             "linear layers and experts of %s are packed as %s in groups of %d: results are those "

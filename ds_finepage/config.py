@@ -47,7 +47,6 @@ BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 
 DELETED = {
     "plan_dir": "each start plans again, in about a second for 80 layers. Leave it out.",
-    "weights_dir": "load the model with PackedConfig, save it once, and load that folder.",
 }
 """Settings of earlier versions -> what to do instead."""
 
@@ -302,6 +301,7 @@ class FinepageConfig(_Settings):
         None  # pack linear layers and experts; results are those of the quantised model
     )
     weights_group: Annotated[int, Field(gt=0, multiple_of=2)] = 64  # weights that share a scale
+    weights_dir: Annotated[str, Field(pattern=r"\S")] | None = None  # keeps what is packed
     fused_unpacking: bool = (
         False  # products of few rows unpack in registers, where Triton runs; not yet run on a GPU
     )
@@ -335,8 +335,7 @@ class FinepageConfig(_Settings):
 
         Raises:
             ConfigError: Not a mapping, a whole ds_config, an unknown key or policy (with the
-                nearest known one), a value of the wrong type or out of range, or a folder for
-                weights that are not packed.
+                nearest known one), or a value of the wrong type or out of range.
         """
         if not isinstance(section, Mapping):
             raise ConfigError(

@@ -30,6 +30,7 @@ from ds_finepage.integrations.transformers.price import (
     best_length,
     tokens_a_round,
 )
+from ds_finepage.packing.form import PackedForm
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.tabular import table_of
 from ds_finepage.runtime.drafts import STAND_IN, STAND_IN_FORM, room_to_share
@@ -132,21 +133,22 @@ def with_draft(
     return Drafted(captured, check, packed, profile, vocabulary, is_stand_in=True)
 
 
-def wins(module: Any, budget_bytes: int, profile: HardwareProfile, **form: Any) -> bool:
+def wins(module: Any, budget_bytes: int, profile: HardwareProfile, form: PackedForm) -> bool:
     """Tell whether a stand-in is predicted to make a model faster by a tenth.
 
     Args:
         module: Any model; of one that cannot be captured from its config nothing is predicted.
         budget_bytes: The budget of both.
         profile: The machine.
-        **form: How the stand-in packs: ``weights_group`` and ``fused`` of :func:`with_draft`.
+        form: How the stand-in packs.
     """
+    given: dict[str, Any] = {"profile": profile, "weights_group": form.group, "fused": form.fused}
     try:
         with TemporaryDirectory() as folder:
             module.config.save_pretrained(folder)
             seq = min(TYPICAL_LENGTH, positions_of(module.config) or TYPICAL_LENGTH)
             dtype = str(module.dtype).removeprefix("torch.")
-            drafted = with_draft(folder, STAND_IN, seq=seq, profile=profile, dtype=dtype, **form)
+            drafted = with_draft(folder, STAND_IN, seq=seq, dtype=dtype, **given)
         (point,) = drafted.at([budget_bytes])
     except (AttributeError, FinepageError) as error:
         logger.info("nothing is known of a draft of %s: %s", type(module).__name__, error)

@@ -46,7 +46,7 @@ def _by_plan(name: str, title: str, policy: str, *, is_ours: bool = False) -> Ar
 PLAIN = "plain"
 """The arm whose tokens all others must have."""
 
-OURS, TUNED = "finepage", "zero-persistence"
+OURS, TUNED, DRAFTED = "finepage", "zero-persistence", "finepage-draft"
 
 DEFAULT = (PLAIN, "zero", TUNED, OURS)
 """The arms that run where none is named: stock, tuned stock, and ours."""
@@ -70,9 +70,9 @@ ARMS: dict[str, Arm] = {
         _by_plan("finepage-horizon", "ds_finepage, horizon", "horizon", is_ours=True),
         _by_plan(OURS, "ds_finepage", "finepage", is_ours=True),
         _arm(
-            "finepage-draft",
+            DRAFTED,
             "ds_finepage with a stand-in",
-            "draft_arm",
+            "finepage_arms",
             "",
             is_ours=True,
             why_one_rank="transformers assists a generation on one rank",

@@ -90,12 +90,10 @@ class Engine:
         device: Where the engine wants the prompt.
         settings: Settings that it runs with, as a user would write them.
         notes: Remarks for the reader of the table.
-        drafts: A pass of the model may yield several tokens, and its KV cache grows.
     """
 
     model: Any
     device: torch.device
-    drafts = False
 
     def __init__(self, model: Any, device: torch.device) -> None:
         """Take a model."""

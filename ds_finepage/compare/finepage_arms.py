@@ -1,11 +1,11 @@
-"""The arms that run by plan under DeepSpeed, each with a policy of its own."""
+"""The arms that run by plan under DeepSpeed: each with a policy of its own, or with a draft."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ds_finepage.compare.arms import ARMS
+from ds_finepage.compare.arms import ARMS, DRAFTED, OURS
 from ds_finepage.compare.engine import RunRequest
 from ds_finepage.compare.zero_arms import (
     DeepSpeedEngine,
@@ -13,9 +13,10 @@ from ds_finepage.compare.zero_arms import (
     load_under_deepspeed,
 )
 from ds_finepage.config import SECTION
-from ds_finepage.errors import FinepageError
+from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.integrations.deepspeed.engine import handle_of
 from ds_finepage.reporting.results import ObservedPass
+from ds_finepage.runtime.drafts import STAND_IN
 from ds_finepage.runtime.handle import Handle
 
 
@@ -51,15 +52,26 @@ class FinepageEngine(DeepSpeedEngine):
 
 
 def load(request: RunRequest) -> FinepageEngine:
-    """Load the model to run by plan."""
+    """Load the model to run by plan.
+
+    Raises:
+        ConfigError: transformers cannot assist the batch.
+    """
+    drafts = request.arm == DRAFTED
+    if drafts and request.batch != 1:
+        raise ConfigError(f"transformers assists one sequence, and the batch has {request.batch}")
+    settings: dict[str, str | int | float | bool] = {
+        "policy": OURS if drafts else ARMS[request.arm].policy,
+        "device_budget": request.budget_bytes,
+        **({"draft": STAND_IN} if drafts else {}),
+    }
     section: dict[str, Any] = {
         **request.ds_config.get(SECTION, {}),
+        **settings,
         "enabled": True,
-        "device_budget": request.budget_bytes,
-        "policy": ARMS[request.arm].policy,
         "report": None,  # it would record the timed calls
     }
     ds_config = {**request.ds_config, SECTION: section}
     made = FinepageEngine(load_under_deepspeed(request, ds_config), deepspeed_device(), ds_config)
-    made.settings.update(policy=section["policy"], device_budget=request.budget_bytes)
+    made.settings.update(settings)
     return made

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from ds_finepage.compare.arms import ARMS
+from ds_finepage.compare.arms import ARMS, DRAFTED
 from ds_finepage.compare.engine import Engine, RunRequest, load_request
 from ds_finepage.compare.stopwatch import Forward, a_token, median_ns, timed_forwards
 from ds_finepage.errors import reason_of
@@ -108,11 +108,11 @@ class Worker:
                 max_new_tokens=request.new_tokens,
                 min_new_tokens=request.new_tokens,
                 do_sample=False,
-                cache_implementation=None if engine.drafts else "static",
+                cache_implementation=None if request.arm == DRAFTED else "static",
                 disable_compile=True,  # compiled code would round differently
             )
         self.tokens.append(found.tolist())
-        if engine.drafts:
+        if request.arm == DRAFTED:  # a pass may yield several tokens
             wall_ns = time.perf_counter_ns() - start
             engine.notes = [f"{request.new_tokens / len(forwards):.1f} tokens a pass"]
             return [forwards[0], a_token(forwards, wall_ns, request.new_tokens)]

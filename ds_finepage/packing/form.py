@@ -44,12 +44,14 @@ class PackedForm:
         packs_output: Pack the output layer too.
         fused: Products of few rows unpack in registers, where the device can do that. It changes
             nothing that is packed, so forms are equal without it.
+        kept_in: The folder that keeps what is packed for the next start; None keeps nothing.
     """
 
     bits: int
     group: int = GROUP
     packs_output: bool = False
     fused: bool = field(default=False, compare=False)
+    kept_in: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -61,12 +63,13 @@ class PackedForm:
             )
 
     @classmethod
-    def parse(cls, name: str, group: int = GROUP) -> PackedForm:
+    def parse(cls, name: str, group: int = GROUP, kept_in: str | None = None) -> PackedForm:
         """Return the form with a name.
 
         Args:
             name: "int4" or "int8"; with "+output" behind it, the output layer is packed too.
             group: Weights in a group.
+            kept_in: The folder that keeps what is packed.
 
         Raises:
             ConfigError: There is no such form.
@@ -75,7 +78,7 @@ class PackedForm:
             forms = " or ".join(sorted(PACKED_FORMS))
             raise ConfigError(f"weights cannot be packed as {name!r}. Write {forms}.")
         bits = FORM_BITS[name.removesuffix(WITH_OUTPUT)]
-        return cls(bits, group, name.endswith(WITH_OUTPUT))
+        return cls(bits, group, name.endswith(WITH_OUTPUT), kept_in=kept_in)
 
     @property
     def name(self) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ds_finepage.packing.form import Packed, PackedForm, pack, unpack
+from ds_finepage.packing.form import Packed, PackedForm, unpack
+from ds_finepage.packing.kept import pack_once
 from ds_finepage.packing.op import packed_grouped_linear, packed_linear
 
 
@@ -124,7 +125,7 @@ def pack_weight(layer: torch.nn.Module, weight: Any, form: PackedForm, name: str
         ConfigError: The form does not suit the weight.
     """
     matrices = matrices_of(layer, weight.detach())
-    return PackedWeight(pack(matrices, form, name), form).train(layer.training)
+    return PackedWeight(pack_once(matrices, form, name), form).train(layer.training)
 
 
 def matrices_of(layer: Any, weight: torch.Tensor) -> torch.Tensor:

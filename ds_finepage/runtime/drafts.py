@@ -42,7 +42,8 @@ class Draft:
     Attributes:
         model: The draft.
         generation: Its ``generate``.
-        nbytes: Bytes of its weights; some of them may be those of the model.
+        weights: Its weights; some of them may be those of the model.
+        nbytes: Bytes of them.
         assists_all: It assists each generation that transformers can assist; else only those that
             name it.
     """
@@ -63,15 +64,16 @@ class Draft:
         self.assists_all = assists_all
         is_stand_in = stands_for is not None
         self.generation = drafting.DraftGeneration(model, is_stand_in=is_stand_in)
-        self._weights = {id(p): p for p in model.parameters()}
+        self.weights: list[torch.Tensor] = list(model.parameters())
+        self._ids = set(map(id, self.weights))
         owner = stands_for if is_stand_in else model
         self._with_home = [p for p in owner.parameters() if p in self]
         self._homes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.nbytes = sum(weight.nbytes for weight in self._weights.values())
+        self.nbytes = sum(weight.nbytes for weight in self.weights)
 
     def __contains__(self, parameter: object) -> bool:
         """Tell whether a parameter is a weight of the draft."""
-        return id(parameter) in self._weights
+        return id(parameter) in self._ids
 
     def counted(self, stats: Stats) -> Stats:
         """Return the counters of the model with those of the draft."""
@@ -83,11 +85,6 @@ class Draft:
             num_accepted=price.num_accepted,
             num_checks=price.num_checks,
         )
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """Its weights."""
-        return list(self._weights.values())
 
     def require_room(self, budget_bytes: int) -> None:
         """Refuse a draft that leaves nothing of a budget to the model.

@@ -18,8 +18,8 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.integrations.deepspeed import checkpoint_files
 from ds_finepage.integrations.deepspeed.patches import is_wrapped
 from ds_finepage.integrations.transformers.packed_loading import VERSION, PackedConfig
-from ds_finepage.packing import sliced
-from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing import kept, sliced
+from ds_finepage.packing.form import Packed, PackedForm, pack
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
 from tests.integration import engines
@@ -110,6 +110,26 @@ def test_the_output_layer_is_sliced_where_it_is_not_packed(
         assert (found.lm_head.weight is found.get_input_embeddings().weight) is is_tied
         assert_same(found, same)
         assert torch.equal(logits(found, PROMPT), logits(same, PROMPT))
+
+
+def test_a_ds_config_keeps_what_it_packs(
+    tmp_path: Path, deepspeed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = saved(tmp_path / "trained")
+    asked = ds_config(weights_dir=str(tmp_path / "kept"))
+    load(tmp_path / "trained", asked)
+
+    def shapes_alone(weight: torch.Tensor, *others: Any) -> Packed:
+        assert weight.is_meta
+        return pack(weight, *others)
+
+    monkeypatch.setattr(kept, "pack", shapes_alone)
+    assert_same(load(tmp_path / "trained", asked), same)  # packed by transformers' loading
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").eval()
+    engine, *_ = deepspeed.initialize(model=plain, config=asked)  # packed by DeepSpeed's
+    num_packed = sum(isinstance(m, PackedLinear) for m in engine.module.modules())
+    assert num_packed == len(list((tmp_path / "kept").iterdir()))
+    engine.destroy()
 
 
 @pytest.mark.parametrize("kind", ["trained", "packed"])

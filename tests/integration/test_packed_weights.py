@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
 from ds_finepage.api import attach
 from ds_finepage.graph.packed import PACKED_LINEAR, SLICED_LINEAR
-from ds_finepage.packing import op, sliced
+from ds_finepage.packing import kept, op, sliced
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.linear import PackedLinear
 from ds_finepage.packing.model import pack_model
@@ -115,3 +116,18 @@ def test_the_key_packs_a_model_and_leaves_it_packed(
     handle.detach()
     assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
     assert all(map(torch.equal, results(model, PROMPT), plain))
+
+
+def test_a_stand_in_has_what_the_folder_keeps_of_a_packed_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = make_model("llama")
+    asked = {"device": "cpu", "weights_group": 16, "weights_dir": str(tmp_path)}
+    packed = copy.deepcopy(llama)
+    attach(packed, device_budget="150%weights", weights="int4", **asked).detach()
+    monkeypatch.setattr(kept, "pack", None)
+    handle = attach(llama, device_budget="85%weights", draft="stand-in", **asked)
+    for name, copied in handle.draft.named_modules():
+        if isinstance(copied, PackedLinear):
+            assert torch.equal(copied.numbers, packed.get_submodule(name).numbers)
+    handle.detach()

@@ -283,7 +283,7 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"policy": "horizon-outputs"}, "unknown policy 'horizon-outputs'. Did you mean 'horizon"),
         ({"policy": "zzz"}, "unknown policy 'zzz'. Known: finepage, horizon"),
         ({"plan_dir": "plans"}, r"finepage\.plan_dir is gone: each start plans again"),
-        ({"weights_dir": "packed"}, r"finepage\.weights_dir is gone: load the model with Packed"),
+        ({"weights_dir": " "}, r"finepage\.weights_dir: ' ' is not a text"),
         ({"report": True}, r"finepage\.report: True is not a text"),
         ({"report": ""}, "is not a text"),
         (

@@ -134,6 +134,7 @@ def _load(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     """Run transformers' loading with unread tensors."""
     quantizer = getattr(call.arguments.get("load_config"), "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == METHOD:
+        quantizer.kept_in = _active_config(modeling_utils).weights_dir
         return _load_packed(call, quantizer)
     if not _is_ours(modeling_utils, call.arguments):
         return call.run()

@@ -83,7 +83,7 @@ def _taken(call: WrappedCall) -> Any:
     from ds_finepage.execution.subclasses import TakenApart
 
     if config.weights is not None:
-        _pack(model, config.weights, config.weights_group)
+        _pack(model, PackedForm.parse(config.weights, config.weights_group, config.weights_dir))
     TakenApart(model)
     read_parts(call.owner, model)
     # DeepSpeed casts the model, which transformers refuses where it knows of quantised weights.
@@ -93,7 +93,7 @@ def _taken(call: WrappedCall) -> Any:
         return call.run()
 
 
-def _pack(model: Any, weights: str, group: int) -> None:
+def _pack(model: Any, form: PackedForm) -> None:
     """Pack a model; refuse one that DeepSpeed has partitioned before that."""
     if not is_packed(model) and any(hasattr(p, "ds_tensor") for p in model.parameters()):
         raise ConfigError(
@@ -101,7 +101,7 @@ def _pack(model: Any, weights: str, group: int) -> None:
             "partitions. Load it with from_pretrained after HfDeepSpeedConfig and import "
             "ds_finepage, or build it without deepspeed.zero.Init."
         )
-    pack_model(model, PackedForm.parse(weights, group))
+    pack_model(model, form)
 
 
 def _configured(engine_module: ModuleType, call: WrappedCall) -> Any:

@@ -78,10 +78,12 @@ class PackedQuantizer(HfQuantizer):
         waiting: Packed weights of layers whose other weights have not come yet, by the name of
             the layer and of the weight.
         read: Returns the values of a weight that is not read yet.
+        kept_in: The folder that keeps what is packed for the next start; None keeps nothing.
     """
 
     quantization_config: PackedConfig
     read: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda weight: weight)
+    kept_in: str | None = None
     refusal: ConfigError | None = None
     waiting: dict[str, dict[str, PackedWeight]]
 
@@ -163,7 +165,8 @@ class PackWeight(ConversionOps):
                 f"{full_layer_name} has shape {tuple(weight.shape)} in the checkpoint, and "
                 f"{tuple(weights[name].shape)} in the model."
             )
-        form = self._quantizer.quantization_config.form
+        asked = self._quantizer.quantization_config
+        form = PackedForm.parse(asked.weights, asked.weights_group, self._quantizer.kept_in)
         waiting = self._quantizer.waiting.setdefault(path, {})
         waiting[name] = pack_weight(layer, weight, form, full_layer_name)
         if len(waiting) < len(weights):
