@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ds_finepage.compare.arms import ARMS, DRAFTED, OURS
 from ds_finepage.compare.engine import RunRequest
@@ -65,12 +64,8 @@ def load(request: RunRequest) -> FinepageEngine:
         "device_budget": request.budget_bytes,
         **({"draft": STAND_IN} if drafts else {}),
     }
-    section: dict[str, Any] = {
-        **request.ds_config.get(SECTION, {}),
-        **settings,
-        "enabled": True,
-        "report": None,  # it would record the timed calls
-    }
+    # A report would record the timed calls.
+    section = {**request.ds_config.get(SECTION, {}), **settings, "enabled": True, "report": None}
     ds_config = {**request.ds_config, SECTION: section}
     made = FinepageEngine(load_under_deepspeed(request, ds_config), deepspeed_device(), ds_config)
     made.settings.update(settings)

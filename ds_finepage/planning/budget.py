@@ -23,7 +23,7 @@ SMALL_SHARE, LARGE_SHARE, FULL_SHARE = 64, 8, 2
 of a half leaves too little for anything else."""
 
 
-def is_small(kv_bytes: int, budget_bytes: int) -> bool:
+def is_small(kv_bytes: int, budget_bytes: int, *, share: int = SMALL_SHARE) -> bool:
     """Tell whether a KV cache is on the device, with room for all its rows from the start.
 
     Weights lose a small part of the budget, and nothing is planned when the cache grows.
@@ -31,8 +31,9 @@ def is_small(kv_bytes: int, budget_bytes: int) -> bool:
     Args:
         kv_bytes: Bytes of the cache at its longest.
         budget_bytes: The bytes that it and the weights may take.
+        share: The cache is small up to one part in so many of them.
     """
-    return kv_bytes * SMALL_SHARE <= budget_bytes
+    return kv_bytes * share <= budget_bytes
 
 
 def competes(

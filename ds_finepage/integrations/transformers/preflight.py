@@ -17,7 +17,7 @@ from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.execution import host_ops
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.packing.model import form_of, pack_model
-from ds_finepage.planning.budget import FULL_SHARE, LARGE_SHARE, competes, is_small
+from ds_finepage.planning.budget import FULL_SHARE, LARGE_SHARE, SMALL_SHARE, competes, is_small
 from ds_finepage.planning.pipeline import PlanSettings, needs_of
 from ds_finepage.units import format_bytes
 
@@ -106,9 +106,9 @@ def cache_use_of(
         nbytes = kv_bytes(module.config, dtype, longest)
     if nbytes is None:
         return CacheUse(num_rows, is_reordered)
-    share = FULL_SHARE if is_assisted else LARGE_SHARE
-    moves = not is_reordered and competes(nbytes, weight_bytes, budget_bytes, share=share)
-    at_once = is_small(nbytes, budget_bytes) or (is_assisted and moves)
+    small, large = (LARGE_SHARE, FULL_SHARE) if is_assisted else (SMALL_SHARE, LARGE_SHARE)
+    moves = not is_reordered and competes(nbytes, weight_bytes, budget_bytes, share=large)
+    at_once = is_small(nbytes, budget_bytes, share=small) or (is_assisted and moves)
     return CacheUse(num_rows, is_reordered, is_made_at_once=at_once, competes=moves)
 
 

@@ -209,6 +209,8 @@ def test_a_cache_takes_room_at_once_or_competes_or_grows() -> None:
 
     assert use(enough, **asked) == (True, False)
     assert use(enough - 1, **asked) == use(few + 1, **asked) == (False, False)
+    assert use(few, is_assisted=True, **asked) == (True, False)
+    assert use(few - 1, is_assisted=True, **asked) == (False, False)
     assert use(2 * nbytes + 1, is_assisted=True, **asked) == (False, False)
     assert use(2 * nbytes, is_assisted=True, **asked) == (True, True)
     assert use(few, **asked) == (False, True)
