@@ -18,12 +18,14 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import psutil
 import torch
 
 from ds_finepage._compat.torch import _construct_storage_from_data_pointer
 from ds_finepage.errors import ConfigError, FinepageError, StoreError
+from ds_finepage.execution.host_memory import LEAST_BYTES, InPlace, Registration, new_pages
 from ds_finepage.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -37,8 +39,8 @@ ALLOCATOR_SLACK_BYTES = 64 << 20
 READ_PINNED_MEMORY = ("cuda", "xpu")  # ROCm calls itself cuda
 """Devices that read and write pinned host memory at its own address."""
 
-_registered_bytes: list[int] = []
-"""Sizes of host memory that was pinned in place; it stays pinned."""
+_in_place: WeakValueDictionary[tuple[int, int], InPlace] = WeakValueDictionary()
+"""Address and size -> host memory that is pinned in place."""
 
 
 class DeviceMemoryError(FinepageError, torch.OutOfMemoryError):
@@ -120,6 +122,10 @@ class Device:
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         """Return host memory that copies beside the host can use: a copy if this cannot be used."""
         return host
+
+    def new_pinned(self, nbytes: int) -> torch.Tensor:
+        """Return new host memory that copies beside the host can use, 1-d uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def show(self, host: torch.Tensor) -> torch.Tensor:
         """Return host memory as memory of the device, at the same address.
@@ -258,7 +264,7 @@ class Accelerator(Device):
     def pinned_bytes(self) -> int:
         """The pinned host memory of this process."""
         stats: dict[str, int] = getattr(self._module, "host_memory_stats", dict)()
-        return int(stats.get("allocated_bytes.current", 0)) + sum(_registered_bytes)
+        return int(stats.get("allocated_bytes.current", 0)) + Registration.total_bytes
 
     @property
     def reads_pinned_memory(self) -> bool:
@@ -269,42 +275,53 @@ class Accelerator(Device):
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         """Return host memory that copies beside the host can use: a copy if this cannot be used."""
-        return host if host.is_pinned() else host.pin_memory()
+        if host.is_pinned() or host.nbytes < LEAST_BYTES or self._runtime is None:
+            return host.pin_memory()
+        with torch.inference_mode(False), torch.no_grad():
+            return self.new_pinned(host.nbytes).view(host.dtype).copy_(host)
+
+    def new_pinned(self, nbytes: int) -> torch.Tensor:
+        """Return new host memory that copies beside the host can use, 1-d uint8."""
+        if nbytes < LEAST_BYTES or self._runtime is None:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return new_pages(nbytes, self._runtime)
+
+    @property
+    def _runtime(self) -> Any:
+        """The functions that pin memory in place; None where a device has none."""
+        find = getattr(self._module, "cudart", None)
+        return None if find is None else find()
 
     def show(self, host: torch.Tensor) -> torch.Tensor:
         """Return host memory as memory of the device, at the same address.
 
-        Memory that is not pinned is registered in place first, and stays registered for the life of
-        the process.
+        Memory that is not pinned is registered in place first, and stays so while any tensor on
+        that storage lives.
 
         Raises:
             StoreError: The device cannot address memory that is not pinned.
         """
         if not host.numel():
             return host.to(self.where)
-        if not host.is_pinned():
-            self._register(host)
+        memory = _in_place.get((host.data_ptr(), host.numel()))
+        if memory is None and not host.is_pinned():
+            memory = self._registered(host)
         storage: Any = _construct_storage_from_data_pointer(
             host.data_ptr(), self.where, host.numel()
         )
-        storage._memory = host  # lives as long as any tensor on the storage
+        storage._memory = memory or host  # lives as long as any tensor on the storage
         with torch.inference_mode(False), torch.no_grad():
             shown = torch.empty(0, dtype=torch.uint8, device=self.where)
             return shown.set_(storage, 0, (host.numel(),), (1,))
 
-    def _register(self, host: torch.Tensor) -> None:
-        if not hasattr(self._module, "cudart"):
+    def _registered(self, host: torch.Tensor) -> InPlace:
+        if self._runtime is None:
             raise StoreError(
                 f"{host.numel()} bytes of host memory are not pinned, and {self.where.type} cannot "
                 "pin them in place. Load the model into pinned memory."
             )
-        status = int(self._module.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
-        if status:
-            raise StoreError(
-                f"{self.where.type} cannot pin {host.numel()} bytes of host memory in place: "
-                f"error {status} of cudaHostRegister"
-            )
-        _registered_bytes.append(host.numel())
+        found = _in_place[host.data_ptr(), host.numel()] = InPlace(self._runtime, host)
+        return found
 
 
 def device_of(where: torch.device | str) -> Device:

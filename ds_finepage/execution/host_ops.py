@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from ds_finepage.execution.device import Accelerator
+
 TOKENS_FIRST = (2, 0, 1, 3)
 """Permutes (batch, heads, tokens, width) to the order of rows in host memory."""
 
@@ -96,5 +98,7 @@ def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Allocate host memory; if unpinned, outside of torch, so that no CPU meter counts it."""
     with torch.inference_mode(False):
         if pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            where = torch.accelerator.current_accelerator()
+            assert where is not None
+            return Accelerator(where).new_pinned(nbytes)
         return torch.frombuffer(bytearray(max(1, nbytes)), dtype=torch.uint8)[:nbytes]

@@ -145,7 +145,10 @@ def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> H
             value = strided
         set_data(parameter, value)
 
-    return HostWeight(name, parameter, *_form_of(host, device), restore)
+    weight = HostWeight(name, parameter, *_form_of(host, device), restore)
+    if device_of(device).is_accelerator:
+        set_data(parameter, weight.value)  # so that one weight at a time is there twice
+    return weight
 
 
 def rehome(weight: HostWeight, value: torch.Tensor, device: torch.device) -> None:

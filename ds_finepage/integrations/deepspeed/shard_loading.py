@@ -20,6 +20,7 @@ from torch import nn
 
 from ds_finepage._compat.deepspeed import Init, PartitionedParamStatus, ZeroParamStatus
 from ds_finepage.errors import ConfigError
+from ds_finepage.execution.device import device_of
 from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
 from ds_finepage.integrations.deepspeed.deferred import DeferredTensor, Part, part_of, whole_of
 from ds_finepage.integrations.deepspeed.node_memory import shared
@@ -235,8 +236,9 @@ def _master(parameter: nn.Parameter, unread: Pending, is_pinned: bool) -> torch.
     """Read the part of a parameter that this rank needs."""
     from deepspeed.accelerator import get_accelerator
 
-    master = torch.empty(parameter.numel(), dtype=parameter.dtype)
-    master = get_accelerator().pin_memory(master) if is_pinned else master
+    where = get_accelerator().current_device_name() if is_pinned else "cpu"
+    nbytes = parameter.numel() * parameter.itemsize
+    master = device_of(where).new_pinned(nbytes).view(parameter.dtype)
     _read(parameter, unread, master)
     return master
 

@@ -20,6 +20,7 @@ from ds_finepage.execution.device import (
     fork_rng,
     require_device,
 )
+from ds_finepage.execution.host_memory import Registration
 
 CUDA = torch.device("cuda")
 
@@ -298,15 +299,12 @@ def test_the_allocator_is_limited_to_the_budget_and_its_slack(
     assert len(limits) == 2
 
 
-def test_pinned_memory_is_that_of_the_allocator_and_what_was_pinned_in_place(
+def test_pinned_memory_is_that_of_the_allocator_and_whole_pages_of_our_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_module, "_registered_bytes", [])
-    cudart = SimpleNamespace(cudaHostRegister=lambda address, nbytes, flags: 0)
-    stats = {"allocated_bytes.current": 100}
-    module = SimpleNamespace(cudart=lambda: cudart, host_memory_stats=lambda: stats)
+    monkeypatch.setattr(Registration, "total_bytes", 7)
+    module = SimpleNamespace(host_memory_stats=lambda: {"allocated_bytes.current": 100})
     monkeypatch.setattr(Accelerator, "_module", module)
-    Accelerator(CUDA)._register(torch.empty(7, dtype=torch.uint8))
     assert device_of(CUDA).pinned_bytes == 107
     monkeypatch.setattr(Accelerator, "_module", SimpleNamespace())
     assert (device_of(CUDA).pinned_bytes, device_of("cpu").pinned_bytes) == (7, 0)
