@@ -28,6 +28,7 @@ from ds_finepage.execution.device import (
     device_of,
     require_device,
 )
+from ds_finepage.execution.host_memory import host_memory
 from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.probe import context_margin_bytes, probe
@@ -202,8 +203,8 @@ def attach(
         The handle: counters, plans, hooks, ``detach()``.
 
     Raises:
-        ConfigError: It is no module, or has weights in TorchScript; a setting or the device cannot
-            be used, the budget is above the device, or the model cannot be packed.
+        ConfigError: It is no module, or has weights in TorchScript; a setting, a budget or the
+            device cannot be used, or the model cannot be packed.
         StoreError: A parameter has no data, or is a subclass that cannot be taken apart.
         DeviceMemoryError: The device has no room for the budget; the module is as it was or packed.
     """
@@ -215,7 +216,7 @@ def attach(
         apart, weights, buffers = _taken(module, take, where, undo)
         budget_bytes = _budget_on(config, weights.nbytes, where, ranks)
         try:
-            run_settings = _run_settings(config, where, budget_bytes, profile, ranks)
+            run_settings = _run_settings(config, where, budget_bytes, weights, profile, ranks)
             if config.draft != "off":
                 weights.install()  # ZeRO's parameters have no data, but show their masters then
                 undo.callback(weights.restore)
@@ -275,6 +276,20 @@ def _budget_on(config: FinepageConfig, weight_bytes: int, where: torch.device, r
     if not ranks.collects_weights:
         return budget_bytes
     return min(row[0] for row in ranks.of_all((budget_bytes,)))
+
+
+def _host_budget_of(config: FinepageConfig, weights_bytes: int) -> int:
+    """Turn ``host_budget`` into bytes; refuse one that is too small for the weights."""
+    free_bytes, all_bytes = host_memory()
+    found = config.host_budget.resolve(
+        held_bytes=weights_bytes, free_bytes=free_bytes, all_bytes=all_bytes
+    )
+    if weights_bytes > found:
+        raise ConfigError(
+            f"the weights take {weights_bytes} bytes of host memory; host_budget is {found} bytes. "
+            f"Raise finepage.host_budget to >= {weights_bytes}, or pack them (finepage.weights)."
+        )
+    return found
 
 
 def _taken(
@@ -354,12 +369,14 @@ def _run_settings(
     config: FinepageConfig,
     where: torch.device,
     budget_bytes: int,
+    weights: WeightTable,
     profile: HardwareProfile | None,
     ranks: Ranks,
 ) -> RunSettings:
     """Return everything that the user decides, with the rates to plan with."""
     if config.device_graphs and not device_of(where).has_graphs:
         logger.warning("finepage.device_graphs has no effect: %s has no graphs", where)
+    host_budget_bytes = _host_budget_of(config, weights.host_bytes)
     scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
     rates = profile or probe(where, scratch_bytes=scratch_bytes)
     return RunSettings(
@@ -368,4 +385,5 @@ def _run_settings(
         budget_bytes=budget_bytes,
         profile=ranks.with_link(rates, where, scratch_bytes),
         may_cut=not ranks.collects_weights,
+        host_budget_bytes=host_budget_bytes,
     )

@@ -45,6 +45,12 @@ KVPlace = Literal["auto", "device", "host"]
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 """The forms of a device budget, for error messages."""
 
+HOST_BUDGET_FORMS = f'"auto", "80%host", {SIZE_FORMS}'
+"""The forms of a host budget, for error messages."""
+
+HOST_MARGIN_SHARE = 32
+"""Of all host memory, a host budget of "auto" leaves one part in so many free."""
+
 DELETED = {
     "plan_dir": "each start plans again, in about a second for 80 layers. Leave it out.",
 }
@@ -214,6 +220,53 @@ class DeviceBudget:
 _S = TypeVar("_S", bound="_Settings")
 
 
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """The user's limit on the host memory of the run: bytes, a share of all, or what is free."""
+
+    num_bytes: int | None = None
+    share: Fraction | None = None
+
+    @classmethod
+    def parse(cls, value: object, *, name: str = f"{SECTION}.host_budget") -> HostBudget:
+        """Read a budget.
+
+        Args:
+            value: Bytes, a size such as ``"64GiB"``, ``"80%host"`` or ``"auto"``.
+            name: The setting, as the error names it.
+
+        Raises:
+            ConfigError: Another form, a percentage above 100, or 0 or less.
+        """
+        if isinstance(value, HostBudget):
+            return value
+        text = value.strip().lower() if isinstance(value, str) else ""
+        if text == BudgetKind.AUTO.value:
+            return cls()
+        if "%" in text:
+            match = _PERCENT.fullmatch(text)
+            share = Fraction(match[1]) / 100 if match and match[2] == "host" else Fraction(0)
+            if 0 < share <= 1:
+                return cls(share=share)
+        elif not isinstance(value, bool) and isinstance(value, (int, str)):
+            return cls(num_bytes=parse_bytes(value, name=name))
+        raise ConfigError(f"{name}: cannot read {value!r}. Write {HOST_BUDGET_FORMS}.")
+
+    def resolve(self, *, held_bytes: int, free_bytes: int, all_bytes: int) -> int:
+        """Turn the budget into bytes.
+
+        Args:
+            held_bytes: Bytes of the weights, which are there already.
+            free_bytes: Bytes of host memory that are free beside them.
+            all_bytes: Bytes of all host memory.
+        """
+        if self.num_bytes is not None:
+            return self.num_bytes
+        if self.share is not None:
+            return int(self.share * all_bytes)
+        return held_bytes + max(0, free_bytes - all_bytes // HOST_MARGIN_SHARE)
+
+
 class _Settings(BaseModel):
     """Settings by name; strict types, no unknown keys, immutable."""
 
@@ -295,6 +348,7 @@ class FinepageConfig(_Settings):
 
     enabled: bool = False
     device_budget: Annotated[DeviceBudget, PlainValidator(DeviceBudget.parse)] = DeviceBudget()
+    host_budget: Annotated[HostBudget, PlainValidator(HostBudget.parse)] = HostBudget()
     policy: str = "finepage"
     split: bool = False  # cut matrix products; results may then differ in the last bit
     weights: PackedName | None = (

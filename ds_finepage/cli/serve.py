@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_finepage.cli import options, output
-from ds_finepage.config import DeviceBudget
+from ds_finepage.config import DeviceBudget, HostBudget
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.graph.packed import PACKED_FORMS
 
@@ -37,6 +37,7 @@ def add_served(parser: argparse.ArgumentParser) -> None:
     """Add the options for the model and its budget."""
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the hub")
     options.add_budget(parser)
+    parser.add_argument("--host-budget", default="auto", help="as finepage.host_budget")
     parser.add_argument("--weights", choices=PACKED_FORMS, help="as finepage.weights")
     parser.add_argument("--draft", default="off", help='as finepage.draft: "stand-in", or a folder')
     parser.add_argument("--device", help="where to compute; by default the accelerator")
@@ -89,6 +90,7 @@ def serve(
         FinepageError: A package is missing, or the model or its budget cannot be used.
     """
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
+    HostBudget.parse(arguments.host_budget, name="--host-budget")
     try:
         from ds_finepage.serving import endpoint
     except ImportError as error:
@@ -114,7 +116,7 @@ def serve(
             given["kv_cache"] = "host"  # so all requests share their plans, short and long ones
     except CaptureError as error:
         options.note(f"nothing is predicted: {error}")
-    given |= {"device_budget": arguments.device_budget, "draft": arguments.draft}
+    given |= {name: vars(arguments)[name] for name in ("device_budget", "host_budget", "draft")}
     served = endpoint.AttachedModel(arguments.model, device=device, profile=profile, **given)
     generations = endpoint.Generations(longest or context_of(served.model.config))
     for length in endpoint.warm_up(served, generations):

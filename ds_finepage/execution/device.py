@@ -20,12 +20,17 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-import psutil
 import torch
 
 from ds_finepage._compat.torch import _construct_storage_from_data_pointer
 from ds_finepage.errors import ConfigError, FinepageError, StoreError
-from ds_finepage.execution.host_memory import LEAST_BYTES, InPlace, Registration, new_pages
+from ds_finepage.execution.host_memory import (
+    LEAST_BYTES,
+    InPlace,
+    Registration,
+    host_memory,
+    new_pages,
+)
 from ds_finepage.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -86,8 +91,7 @@ class Device:
 
     def memory_info(self) -> tuple[int, int]:
         """Return the free bytes, and all bytes; what torch's allocator keeps in reserve is free."""
-        memory = psutil.virtual_memory()
-        return int(memory.available), int(memory.total)
+        return host_memory()
 
     def empty_cache(self) -> None:
         """Give the reserve of torch's allocator back to the system."""

@@ -1,4 +1,4 @@
-"""Pinned host memory that takes its own bytes, and is unpinned when no tensor has it any more.
+"""Host memory: what is free, and pinned memory that takes no more than its own bytes.
 
 torch pins through an allocator that rounds each block up to a power of two: 86 MiB take 128, and a
 model of 13 GiB takes 17. So large blocks are mapped here, and registered with the driver. Pages are
@@ -9,17 +9,48 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import torch
 
 from ds_finepage.errors import StoreError
 from ds_finepage.units import align_up
 
+CGROUPS = Path("/sys/fs/cgroup")
+"""The files with the limit of a container."""
+
+LIMITS = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+"""Version 2 and 1: the files with the limit, with what is taken, and with its parts."""
+
 LEAST_BYTES = 1 << 20
 """Smaller blocks are left to torch: to register one takes longer than to reuse one."""
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the free bytes of host memory, and all of them: those of the container, if it has few.
+
+    Pages of files that nothing uses any more are free.
+    """
+    found = psutil.virtual_memory()
+    free, total = int(found.available), int(found.total)
+    for limit, taken, parts in LIMITS:
+        try:
+            most, now = (int((CGROUPS / name).read_text()) for name in (limit, taken))
+            cached = re.search(r"^inactive_file (\d+)", (CGROUPS / parts).read_text(), re.MULTILINE)
+        except (OSError, ValueError):  # no such version, or no limit
+            continue
+        if most < total:
+            free = min(free, max(0, most - now + int(cached[1] if cached else 0)))
+            total = most
+    return free, total
 
 
 class Registration:

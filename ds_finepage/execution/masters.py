@@ -146,7 +146,7 @@ def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> H
         set_data(parameter, value)
 
     weight = HostWeight(name, parameter, *_form_of(host, device), restore)
-    if device_of(device).is_accelerator:
+    if before.is_cpu and device_of(device).is_accelerator:
         set_data(parameter, weight.value)  # so that one weight at a time is there twice
     return weight
 

@@ -129,6 +129,11 @@ class PartTable:
         return sum(w.nbytes for w in self._weights)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of their masters in this process."""
+        return sum(w.master.numel() for w in self._weights)
+
+    @property
     def parts(self) -> RankParts | None:
         """The ranks that hold the masters together; None where this rank has all of them."""
         return next((w.parts for w in self._weights if w.parts is not None), None)

@@ -62,6 +62,7 @@ class Assistance:
                 if self._calls.shares_weights(draft):
                     self._calls.take_weights()  # those that both have are now the draft's
                 draft.move_to(settings.device)
+                self._runner.draft_home_bytes = draft.home_bytes
                 self.attachment = Attachment(
                     draft.model, self._weights, self._calls, settings.device, draft.generation
                 )
@@ -79,7 +80,7 @@ class Assistance:
         if self.attachment is not None:
             self.attachment.remove()
             self.attachment = None
-        self._runner.live.caller_bytes = 0
+        self._runner.live.caller_bytes = self._runner.draft_home_bytes = 0
         if draft is not None:
             self._runner.live.forget(draft.weights)
             draft.move_back()
@@ -107,6 +108,7 @@ class Assistance:
             self._runner.live.forget(self.draft.weights)
             self._runner.live.caller_bytes = self.draft.generation.limit(budget_bytes=0)
             self._runner.leave_no_room()
+            self._runner.draft_home_bytes = 0
             self.draft.move_back()
 
     @property

@@ -197,7 +197,10 @@ class CallTaker:
         """
         settings = self._runner.settings
         if self._runner.ranks.has_whole_model:
-            self._preflight.require(args, kwargs, settings.budget_bytes, settings.planning)
+            free_bytes = self._runner.free_host_bytes
+            self._preflight.require(
+                args, kwargs, settings.budget_bytes, free_bytes, settings.planning
+            )
 
     # Changes of the model.
 

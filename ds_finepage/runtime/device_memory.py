@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,10 +41,12 @@ class DeviceMemory:
 
     Attributes:
         residents: Which weights are valid where in the arena; an executor updates it.
+        require_host: Refuses to take more host memory than its budget has.
     """
 
     def __init__(self, weights: WeightTable, settings: RunSettings) -> None:
         self.residents = Residents()
+        self.require_host: Callable[[int], None] = lambda nbytes: None
         self._weights = weights
         self._device = settings.device
         self._arena: Arena | None = None
@@ -70,6 +72,11 @@ class DeviceMemory:
         if self._weights.on_device:
             return DeviceState.RESIDENT
         return DeviceState.RELEASED if self._arena is None else DeviceState.PAGED
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pinned pool."""
+        return self._pool.bytes.numel()
 
     @property
     def held_bytes(self) -> int:
@@ -142,6 +149,7 @@ class DeviceMemory:
         self.to_paged(arena_bytes)
         assert self._arena is not None
         if memgraph.host_bytes > self._pool.bytes.numel():
+            self.require_host(memgraph.host_bytes)
             self._pool.reserve(memgraph.host_bytes)
             self._unbind_all()  # they point into the old pool
         bound = BoundPlan(

@@ -86,6 +86,11 @@ class Draft:
             num_checks=price.num_checks,
         )
 
+    @property
+    def home_bytes(self) -> int:
+        """Bytes in host memory of weights that are on the device meanwhile."""
+        return sum(home.nbytes for _, home in self._homes)
+
     def require_room(self, budget_bytes: int) -> None:
         """Refuse a draft that leaves nothing of a budget to the model.
 

@@ -123,6 +123,11 @@ class Handle:
         return found if draft is None else draft.counted(found)
 
     @property
+    def free_host_bytes(self) -> int:
+        """Bytes of host memory that the run may take yet."""
+        return self._runner.free_host_bytes
+
+    @property
     def settings(self) -> RunSettings:
         """Everything that the user decides, and the rates to plan with."""
         return self._runner.settings

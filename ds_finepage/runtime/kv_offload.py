@@ -22,7 +22,7 @@ from ds_finepage.integrations.transformers.host_cache import (
     take_back,
     with_cache,
 )
-from ds_finepage.integrations.transformers.preflight import CacheUse
+from ds_finepage.integrations.transformers.preflight import CacheUse, cache_bytes
 from ds_finepage.integrations.transformers.room import (
     MIN_ROWS,
     RoomLayer,
@@ -76,10 +76,13 @@ class KVOffload:
         *,
         make_room: MakeRoom = lambda rooms, after: None,
         note_live: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
+        require_host: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._counters = counters
         self._make_room = make_room
         self._note_live = note_live
+        self._require_host = require_host
+        self._on_host: weakref.WeakSet[HostLayer] = weakref.WeakSet()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self.handed_out = HandedOut()
         self._num_generations = 0  # nested ones count each
@@ -87,6 +90,11 @@ class KVOffload:
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
         # Cache -> which of SIZES its rooms have; the first one for others.
         self._levels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of caches in host memory."""
+        return sum(layer.nbytes for layer in self._on_host)
 
     @contextmanager
     def generation(self, use: CacheUse) -> Iterator[None]:
@@ -141,6 +149,7 @@ class KVOffload:
                 try:
                     self._give_room(call, shrinks=shrinks)
                     result = call.compiled(*call.args, **call.kwargs)
+                    self._require_rooms(call)
                     break
                 except PlanInfeasibleError as error:
                     # Behind a graph break a part of the forward may have run already.
@@ -161,6 +170,15 @@ class KVOffload:
             if self._levels.get(cache) == SIZES.index(least_rows):
                 self._levels[cache] = SIZES.index(few_rows)  # for the steps behind a prompt
         return result
+
+    def _require_rooms(self, call: CapturedCall) -> None:
+        """Refuse the new rows of a call that have no room within the host budget."""
+        layers: list[HostLayer] = layers_of(call.caches(), HostLayer)
+        self._on_host.update(layers)
+        grown = [layer for layer in layers if layer.larger_bytes]
+        if grown:  # one after the other; the old room is freed when the rows have moved
+            more = sum(layer.larger_bytes - layer.nbytes for layer in grown)
+            self._require_host(more + max(layer.nbytes for layer in grown))
 
     @property
     def _sizes(self) -> tuple[Callable[[int, int | None], int], ...]:
@@ -219,6 +237,7 @@ class KVOffload:
     def _move(self, call: CapturedCall) -> int:
         """Move the caches of a call to host memory; return how many moved."""
         call.kwargs.update(with_cache(call.module, call.args, call.kwargs))
+        self._require_host(sum(map(cache_bytes, call.caches(growing=True))))
         num_moved = sum(move_to_host(cache) for cache in call.caches(growing=True))
         self._counters.num_caches_on_host += num_moved
         return num_moved

@@ -16,6 +16,7 @@ from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import run_resident, run_unplanned
+from ds_finepage.execution.host_memory import host_memory
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.preflight import CacheUse
@@ -62,7 +63,9 @@ class PlanRunner:
             self.counters,
             make_room=self._make_room,
             note_live=self.live.note_more,
+            require_host=self.require_host,
         )
+        memory.require_host = self.require_host
         maker = PassMaker(
             meter,
             model_bytes=weights.block_bytes,
@@ -75,6 +78,7 @@ class PlanRunner:
         self.binder = Binder(self.table, memory, self.counters, self.hooks, ranks)
         self.observer = Observer(settings.device)
         self.ranks = ranks
+        self.draft_home_bytes = 0  # of weights that are a draft's meanwhile
         self._last: Pass | None = None  # that ran on the arena
 
     def stats(self) -> Stats:
@@ -84,9 +88,39 @@ class PlanRunner:
         return Stats(
             budget_bytes=self.settings.budget_bytes,
             weight_bytes=self._weights.nbytes,
+            host_bytes=self.host_bytes,
+            host_budget_bytes=self.settings.host_budget_bytes,
             passes=tuple(found.stats() for found in self.table.passes),
             **counted,
         )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the run in host memory: weights, pinned pool, and caches."""
+        pool_bytes, cache_bytes = self.memory.pool_bytes, self.kv_offload.host_bytes
+        return self._weights.host_bytes + self.draft_home_bytes + pool_bytes + cache_bytes
+
+    @property
+    def free_host_bytes(self) -> int:
+        """Bytes that are free, and within the host budget."""
+        (free_bytes, _), budget_bytes = host_memory(), self.settings.host_budget_bytes
+        if budget_bytes is None:
+            return free_bytes
+        return min(free_bytes, max(0, budget_bytes - self.host_bytes))
+
+    def require_host(self, more: int) -> None:
+        """Refuse to take more bytes of host memory than its budget has.
+
+        Raises:
+            PlanInfeasibleError: It has less.
+        """
+        need, budget_bytes = self.host_bytes + more, self.settings.host_budget_bytes
+        if budget_bytes is not None and need > budget_bytes:
+            raise PlanInfeasibleError(
+                f"the run needs {need} bytes of host memory, {more} of them for what is not on "
+                f"the device; host_budget is {budget_bytes} bytes. Raise finepage.host_budget to "
+                f">= {need}, or lower the batch, the beams or max_new_tokens."
+            )
 
     def use(self, settings: RunSettings) -> None:
         """Go on under other settings; every pass is planned again when it runs next.

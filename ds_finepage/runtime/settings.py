@@ -22,6 +22,7 @@ class RunSettings:
         device: Where the model computes.
         budget_bytes: The limit on all device bytes, from the section's budget.
         profile: Rates of the device and of its link.
+        host_budget_bytes: The limit on the host memory of the run; None sets none.
         may_cut: Plans may cut weights, if they are to. Weights in parts on several ranks are whole.
     """
 
@@ -30,6 +31,7 @@ class RunSettings:
     budget_bytes: int
     profile: HardwareProfile
     may_cut: bool = True
+    host_budget_bytes: int | None = None
 
     @property
     def is_cyclic(self) -> bool:

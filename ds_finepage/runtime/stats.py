@@ -76,6 +76,8 @@ class Stats:
     Attributes:
         budget_bytes: The limit on all device bytes.
         weight_bytes: Bytes of all weights.
+        host_bytes: Host memory of the run: weights, pinned pool and KV caches.
+        host_budget_bytes: The limit on it; None without one.
         passes: The passes that are remembered, in the order of their last use.
         draft_bytes: Bytes of the draft's weights, which stay on the device; 0 without a draft.
         num_drafted: Tokens that the draft made and the model checked.
@@ -101,6 +103,8 @@ class Stats:
     num_drafted: int = 0
     num_accepted: int = 0
     num_checks: int = 0
+    host_bytes: int = 0
+    host_budget_bytes: int | None = None
 
     @property
     def min_budget_bytes(self) -> int:

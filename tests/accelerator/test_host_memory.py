@@ -67,6 +67,14 @@ def test_a_weight_is_there_twice_only_while_it_is_copied(
     assert first.tolist() == [0.0] * 64 and first.data_ptr() == taken[0].master.data_ptr()
 
 
+def test_a_weight_on_the_device_stays_there_until_the_model_is_attached(
+    device: torch.device, registered: Any
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(64, device=device))
+    weights_of({"weight": weight}, device)
+    assert weight.device.type == device.type
+
+
 def test_memory_that_is_shown_is_registered_while_any_view_of_it_lives(
     device: torch.device, registered: Any
 ) -> None:

@@ -26,7 +26,8 @@ def test_a_cache_that_fits_nowhere_is_refused_before_the_first_token(
 ) -> None:
     model = make_model("llama")
     handle = attach(model, device_budget="1MiB", device="cpu")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    memory = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     settings = {"max_new_tokens": 200, "num_beams": 8}
     need = 2 * 2 * (206 * 8) * 64 * 4
     with pytest.raises(PlanInfeasibleError, match=f"{need} bytes.*1048576.*1000 bytes of host"):
@@ -162,7 +163,8 @@ def test_the_rows_that_a_cache_has_already_are_not_asked_for_again(
         lambda *a: seen.append(a[3]),
     )
     handle = attach(model, device_budget="64MiB", device="cpu")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 7}))
+    memory = psutil.virtual_memory()._replace(available=7)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     found = model.generate(token_ids(1004), **{CACHE: cache}, max_new_tokens=3)
     assert found.shape == (1, 1007)
     assert seen == [7 + held]

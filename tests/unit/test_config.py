@@ -14,6 +14,7 @@ from ds_finepage.config import (
     DebugConfig,
     DeviceBudget,
     FinepageConfig,
+    HostBudget,
     PackedName,
     did_you_mean,
     nearest,
@@ -33,6 +34,34 @@ def read(section: object) -> FinepageConfig:
 def resolve(value: object, **given: int) -> int:
     sizes = {"weight_bytes": 1000, "device_bytes": 4000, "free_bytes": 3000, "margin_bytes": 500}
     return DeviceBudget.parse(value).resolve(**{**sizes, **given})
+
+
+# --- host_budget -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("auto", 700 + 50),
+        (" AUTO ", 700 + 50),
+        (123, 123),
+        ("2KiB", 2048),
+        ("80%host", 1280),
+        ("12.5%host", 200),
+        ("100%host", 1600),
+    ],
+)
+def test_a_host_budget_is_bytes_or_a_share_or_what_is_free(value: object, expected: int) -> None:
+    budget = HostBudget.parse(value)
+    assert HostBudget.parse(budget) is budget
+    assert budget.resolve(held_bytes=700, free_bytes=100, all_bytes=1600) == expected
+    assert HostBudget().resolve(held_bytes=700, free_bytes=40, all_bytes=1600) == 700
+
+
+@pytest.mark.parametrize("value", ["80%", "0%host", "101%host", "80%device", None, True, 1.5, []])
+def test_another_host_budget_is_refused_with_all_forms(value: object) -> None:
+    with pytest.raises(ConfigError, match=r'host_budget: cannot read .*Write "auto", "80%host"'):
+        FinepageConfig.from_dict({"host_budget": value}, policies=["finepage"])
 
 
 # --- device_budget ---------------------------------------------------------------------------

@@ -6,8 +6,6 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.packed import GROUP
 from ds_finepage.integrations.transformers.preflight import is_quantised
@@ -120,7 +118,7 @@ def best_batch(
             dtype=str(module.dtype).removeprefix("torch."),
             split=settings.planning.split,
             # The weights are in host memory already, and count.
-            host_memory_bytes=psutil.virtual_memory().available + handle.stats.weight_bytes,
+            host_memory_bytes=handle.free_host_bytes + handle.stats.weight_bytes,
             weights=packed.name if packed else None,
             weights_group=packed.group if packed else GROUP,
         )

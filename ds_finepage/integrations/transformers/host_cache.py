@@ -56,6 +56,20 @@ class HostRows:
         self._identity = object()  # of the rows that follow one another; a copy gets its own
         self._version = 0  # of the room, when we wrote it last
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the room."""
+        return 0 if self._room is None else self._room.nbytes
+
+    def larger_bytes(self, new: torch.Tensor | None) -> int:
+        """Return the bytes of the room that new rows would need; 0 where they have room."""
+        if new is None or not len(new):
+            return 0
+        after = len(new) + (0 if self.live is None else len(self.live))
+        if self._room is not None and after <= len(self._room):
+            return 0
+        return max(self.capacity, after) * new[0].nbytes
+
     def put_in_place(self, device: torch.device) -> None:
         """Copy live rows into a room if they are not the first ones of it; a device uses them."""
         live = self.live
@@ -159,6 +173,17 @@ class HostLayer(RunLayer):
         self.prepare()
         for rows in (self.key_rows, self.value_rows):
             rows.select(beam_idx.to("cpu"), self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rooms in host memory."""
+        return self.key_rows.nbytes + self.value_rows.nbytes
+
+    @property
+    def larger_bytes(self) -> int:
+        """Bytes of the rooms that the rows of the last forward need beside the present ones."""
+        keys = self.key_rows.larger_bytes(self.new_keys)
+        return keys + self.value_rows.larger_bytes(self.new_values)
 
     # Between two calls.
 

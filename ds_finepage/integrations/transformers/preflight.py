@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 
 from ds_finepage._compat.transformers import given_cache
@@ -210,9 +209,17 @@ class Preflight:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         budget_bytes: int,
+        host_bytes: int,
         planning: PlanSettings,
     ) -> None:
         """Refuse a generation that would run out of memory.
+
+        Args:
+            args: The positional arguments of ``generate``.
+            kwargs: Its named arguments.
+            budget_bytes: The device budget.
+            host_bytes: Bytes of host memory that a cache may take.
+            planning: The settings of the planner.
 
         Raises:
             ConfigError: The prompt has no tokens, or more than a table of positions.
@@ -227,7 +234,7 @@ class Preflight:
         if need is None or not setting_of(module, args, kwargs, "use_cache"):
             return
         given = given_cache(kwargs)
-        free = psutil.virtual_memory().available + (0 if given is None else _cache_bytes(given))
+        free = host_bytes + (0 if given is None else cache_bytes(given))
         layers = module.config.get_text_config(decoder=True).num_hidden_layers
         require_memory(need, need // layers, budget_bytes, free, longest)
         if FEW_LAYERS * (need // layers) > budget_bytes:
@@ -308,7 +315,8 @@ def _refusal(
     return None
 
 
-def _cache_bytes(cache: Any) -> int:
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of the rows of a cache, wherever they are."""
     tensors = [
         getattr(layer, name, None)
         for layer in getattr(cache, "layers", ())

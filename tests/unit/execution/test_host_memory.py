@@ -8,9 +8,11 @@ import mmap
 import os
 import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.errors import StoreError
 from ds_finepage.execution import host_memory
-from ds_finepage.execution.device import Accelerator
+from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.host_memory import LEAST_BYTES, InPlace, Registration, new_pages
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
@@ -110,6 +112,50 @@ def test_copies_that_are_on_their_way_are_waited_for(
     )
     del pages
     assert seen == [True]
+
+
+# What is free.
+
+
+def write(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 1,000 bytes, of which 600 are free, and the files of its container."""
+    memory = psutil.virtual_memory()._replace(available=600, total=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    return tmp_path
+
+
+def test_without_a_container_what_the_machine_has_is_free(groups: Path) -> None:
+    assert host_memory.host_memory() == (600, 1000)
+    write(groups, memory__max="max\n", memory__current="5\n", memory__stat="")
+    assert host_memory.host_memory() == (600, 1000)
+
+
+def test_a_container_has_its_own_limit_and_pages_of_files_are_free(groups: Path) -> None:
+    stat = "anon 100\ninactive_file 50\n"
+    write(groups, memory__max="400\n", memory__current="150\n", memory__stat=stat)
+    assert host_memory.host_memory() == device_of("cpu").memory_info() == (300, 400)
+    write(groups, memory__current="500\n")
+    assert host_memory.host_memory() == (0, 400)
+    write(groups, memory__max="5000\n", memory__current="4900\n")
+    assert host_memory.host_memory() == (600, 1000)  # a limit beyond the machine is none
+
+
+def test_the_older_version_of_the_files_is_read_too(groups: Path) -> None:
+    write(
+        groups / "memory",
+        memory__limit_in_bytes="400\n",
+        memory__usage_in_bytes="150\n",
+        memory__stat="cache 9\n",
+    )
+    assert host_memory.host_memory() == (250, 400)
 
 
 # What an accelerator takes.

@@ -165,7 +165,7 @@ def test_a_prompt_has_a_token_or_embeddings() -> None:
     )
     for args, kwargs in (((empty,), {}), ((), {"input_ids": empty}), ((), {"inputs": empty})):
         with pytest.raises(ConfigError, match="no tokens: .* leave input_ids out to begin with"):
-            preflight.require(args, kwargs, 1 << 20, settings)
+            preflight.require(args, kwargs, 1 << 20, 1 << 20, settings)
     require_tokens(Longest(3, 7, prompt_tokens=6), {})
     require_tokens(Longest(3, 1, prompt_tokens=0), {"inputs_embeds": torch.zeros(3, 6, 8)})
 

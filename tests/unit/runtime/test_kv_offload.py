@@ -328,3 +328,47 @@ def test_of_two_refusals_the_one_that_needs_less_is_told() -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
         call(made, run, cache)
     assert caught.value.min_budget_bytes == 50
+
+
+def asked_of(made: list[int], budget: int) -> Callable[[int], None]:
+    """Note the bytes that are asked for, and refuse more than a budget has."""
+
+    def require(nbytes: int) -> None:
+        made.append(nbytes)
+        if nbytes > budget:
+            raise PlanInfeasibleError("host_budget")
+
+    return require
+
+
+def test_a_cache_moves_within_the_host_budget_or_stays_where_it_is() -> None:
+    nbytes = 2 * 2 * rows(0).nbytes  # keys and values of two layers
+    for budget in (1 << 20, nbytes - 1):
+        asked: list[int] = []
+        made, counters = calls(require_host=asked_of(asked, budget))
+        cache = cache_with(1)
+        if budget > nbytes:
+            call(made, forward(cache, num_refusals=1), cache)
+        else:
+            with pytest.raises(PlanInfeasibleError, match="host_budget"):
+                call(made, forward(cache, num_refusals=1), cache)
+            assert torch.equal(cache.layers[0].keys, rows(1))
+        assert asked[0] == nbytes
+        assert counters.num_caches_on_host == (budget > nbytes)
+
+
+def test_new_rows_in_host_memory_are_asked_for_before_they_are_there() -> None:
+    asked: list[int] = []
+    made, _ = calls(require_host=asked_of(asked, 1 << 20))
+    cache = DynamicCache()
+    call(made, forward(cache), cache, starts_on_host=True)
+    assert asked == [0, made.host_bytes] and made.host_bytes > 0
+    for _ in range(MIN_ROWS):
+        before = made.host_bytes
+        call(made, forward(cache), cache)
+        if made.host_bytes > before:
+            break
+    more = made.host_bytes - before
+    assert asked[2:] == [more + before // 2]  # a layer's old room is freed when its rows have moved
+    del cache
+    assert made.host_bytes == 0
