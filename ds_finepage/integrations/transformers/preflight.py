@@ -192,8 +192,8 @@ def require_memory(
     raise PlanInfeasibleError(
         f"the KV cache of {longest.num_sequences} sequences of {longest.num_tokens} tokens needs "
         f"{format_bytes(need_bytes)} ({need_bytes} bytes); device_budget is {budget_bytes} bytes "
-        f"and {host_bytes} bytes of host memory are free. Lower the batch, the beams or "
-        f"max_new_tokens."
+        f"and {host_bytes} bytes of host memory are free within finepage.host_budget. Lower the "
+        f"batch, the beams or max_new_tokens."
     )
 
 
