@@ -229,14 +229,16 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)  # one that is served ends
     refuses = cli.of("serve").refuses
-    refuses(tmp_path / "nothing", says="cannot be read")
+    any_port = ("--port", 0)  # the usual one may be taken
+    refuses(tmp_path / "nothing", *any_port, says="cannot be read")
     refuses(folder, "--port", 70_000, says="--port 70000 is no port")
-    refuses(folder, "--device", "cpu", "--device-budget", "1KiB", says="device_budget is 1024")
+    tiny = ("--device", "cpu", "--device-budget", "1KiB", *any_port)
+    refuses(folder, *tiny, says="device_budget is 1024")
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
         refuses(folder, "--port", port, says=f"cannot listen at localhost, port {port}")
     make_model("qwen2", num_hidden_layers=1).save_pretrained(tmp_path)
-    ample = ("--device", "cpu", "--device-budget", "64MiB", "--port", 0)
+    ample = ("--device", "cpu", "--device-budget", "64MiB", *any_port)
     refuses(tmp_path, *ample, says="has no tokenizer")
     encoder = hf.BertConfig(
         vocab_size=400, hidden_size=64, num_hidden_layers=1, num_attention_heads=2
