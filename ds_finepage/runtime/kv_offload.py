@@ -175,10 +175,10 @@ class KVOffload:
         """Refuse the new rows of a call that have no room within the host budget."""
         layers: list[HostLayer] = layers_of(call.caches(), HostLayer)
         self._on_host.update(layers)
-        grown = [layer for layer in layers if layer.larger_bytes]
+        grown = [(more, layer.nbytes) for layer in layers if (more := layer.larger_bytes)]
         if grown:  # one after the other; the old room is freed when the rows have moved
-            more = sum(layer.larger_bytes - layer.nbytes for layer in grown)
-            self._require_host(more + max(layer.nbytes for layer in grown))
+            more_bytes = sum(new - old for new, old in grown)
+            self._require_host(more_bytes + max(old for _, old in grown))
 
     @property
     def _sizes(self) -> tuple[Callable[[int, int | None], int], ...]:
