@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from ds_finepage.integrations.transformers.price import (
@@ -27,6 +29,25 @@ def test_the_length_is_nearly_the_best_of_all(acceptance: float, pass_ns: float)
     best = max(rate(acceptance, length, STEP_NS, pass_ns) for length in range(33))
     chosen = best_length(acceptance, STEP_NS, pass_ns)
     assert rate(acceptance, chosen, STEP_NS, pass_ns) >= 0.95 * best
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize("step_ns", [0.01, 0.03, 0.1, 0.2, 0.3])
+def test_an_acceptance_that_is_observed_costs_little(acceptance: float, step_ns: float) -> None:
+    drawn, price, num_tokens, time_ns = random.Random(0), Price(), 0, 0.0
+    for _ in range(8_000):
+        num_drafted = price.length()
+        num_accepted = 0
+        while num_accepted < num_drafted and drawn.random() < acceptance:
+            num_accepted += 1
+        if num_drafted:
+            price.note_steps(num_drafted, num_drafted * step_ns)
+            price.note_check(num_drafted, num_accepted)
+        price.note_pass(1.0)
+        num_tokens += num_accepted + 1
+        time_ns += num_drafted * step_ns + 1.0
+    best = max(rate(acceptance, length, step_ns, 1.0) for length in range(33))
+    assert num_tokens / time_ns >= 0.95 * best
 
 
 def noted(rounds: list[tuple[int, int]], pass_ns: float = PASS_NS) -> Price:
