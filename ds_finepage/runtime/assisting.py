@@ -71,6 +71,7 @@ class Assistance:
                 raise
             if not self._calls.shares_weights(draft):
                 draft.generation.give_up = self._give_up
+            draft.generation.num_plans = lambda: self._runner.counters.num_plans
             self._runner.live.note_more(draft.weights)
             self._runner.live.caller_bytes = draft.generation.limit(settings.budget_bytes)
 

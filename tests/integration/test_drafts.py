@@ -159,6 +159,7 @@ def test_another_model_drafts_under_the_same_budget(llama: Any, is_named: bool) 
     assert torch.equal(generate(llama), expected)
     assert (handle.stats.num_drafted > stats.num_drafted) is is_named
     if is_named:  # the draft can be called by itself
+        assert handle._calls.assistance.draft.generation.num_plans() == handle.stats.num_plans
         assert torch.equal(draft.generate(token_ids(9), max_new_tokens=NEW), expected)
     assert min(p.min_budget_bytes for p in stats.passes) > stats.draft_bytes
     handle.take_draft(None)

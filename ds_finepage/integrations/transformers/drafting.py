@@ -86,6 +86,7 @@ class _Sequence(threading.local):
         num_tokens: Tokens that the last round began with.
         num_drafted: Those that it drafted.
         left_ns: When it was handed over; None before the first round.
+        num_plans: Plans that were made by then.
         num_rounds: Rounds so far.
     """
 
@@ -93,6 +94,7 @@ class _Sequence(threading.local):
     num_tokens = 0
     num_drafted = 0
     left_ns: int | None = None
+    num_plans = 0
     num_rounds = 0
 
 
@@ -102,12 +104,14 @@ class DraftGeneration(ReplacedMethod):
     Attributes:
         price: What was seen of the draft.
         give_up: Called where the draft does not pay, once.
+        num_plans: Returns how many plans were made so far.
     """
 
     def __init__(self, module: Any, *, is_stand_in: bool) -> None:
         super().__init__(module, "generate")
         self.price = Price()
         self.give_up: Callable[[], None] | None = None
+        self.num_plans: Callable[[], int] = lambda: 0
         self._is_stand_in = is_stand_in
         self._sequence = _Sequence()
         self._has_failed = False
@@ -168,13 +172,14 @@ class DraftGeneration(ReplacedMethod):
         if self.price.has_lost:
             length = 0
         sequence.num_drafted, sequence.num_tokens = 0, ids.shape[1]
-        begin_ns = time.perf_counter_ns()
+        begin_ns, num_plans = time.perf_counter_ns(), self.num_plans()
         found = self._drafted(kwargs, length) if length else None
-        sequence.left_ns = time.perf_counter_ns()
+        sequence.left_ns, sequence.num_plans = time.perf_counter_ns(), self.num_plans()
         if found is None:
             return _nothing(self._vocabulary, kwargs)
         sequence.num_drafted = len(found.scores)
-        self.price.note_steps(sequence.num_drafted, sequence.left_ns - begin_ns)
+        if sequence.num_plans == num_plans:
+            self.price.note_steps(sequence.num_drafted, sequence.left_ns - begin_ns)
         return found
 
     def _note(self, num_tokens: int) -> None:
@@ -182,7 +187,8 @@ class DraftGeneration(ReplacedMethod):
         sequence = self._sequence
         if sequence.left_ns is None:
             return
-        self.price.note_pass(time.perf_counter_ns() - sequence.left_ns)
+        if sequence.num_plans == self.num_plans():  # planning tells nothing of later passes
+            self.price.note_pass(time.perf_counter_ns() - sequence.left_ns)
         if sequence.num_drafted:
             num_accepted = num_tokens - sequence.num_tokens - 1
             self.price.note_check(

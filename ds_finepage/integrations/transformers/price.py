@@ -21,7 +21,7 @@ FIRST_LENGTH = 6
 PRIOR_ACCEPTANCE = 0.8
 """Taken for the chance of a token before any was checked."""
 
-PRIOR_WEIGHT = 2.0
+PRIOR_WEIGHT = 1.0
 """For so many checked tokens the prior counts."""
 
 MEMORY = 0.96
