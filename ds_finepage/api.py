@@ -28,6 +28,7 @@ from ds_finepage.execution.device import (
     device_of,
     require_device,
 )
+from ds_finepage.execution.file_weights import AHEAD_SHARE
 from ds_finepage.execution.host_memory import host_memory
 from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.masters import weights_of
@@ -278,17 +279,24 @@ def _budget_on(config: FinepageConfig, weight_bytes: int, where: torch.device, r
     return min(row[0] for row in ranks.of_all((budget_bytes,)))
 
 
-def _host_budget_of(config: FinepageConfig, weights_bytes: int) -> int:
-    """Turn ``host_budget`` into bytes; refuse one that is too small for the weights."""
+def _host_budget_of(config: FinepageConfig, weights: WeightTable) -> int:
+    """Turn ``host_budget`` into bytes; refuse one that is too small for the weights.
+
+    Weights that lie in files stay there if the budget has no room for all of them.
+    """
     free_bytes, all_bytes = host_memory()
-    found = config.host_budget.resolve(
-        held_bytes=weights_bytes, free_bytes=free_bytes, all_bytes=all_bytes
-    )
-    if weights_bytes > found:
+    need, files = weights.host_bytes, weights.files
+    found = config.host_budget.resolve(held_bytes=need, free_bytes=free_bytes, all_bytes=all_bytes)
+    if need - files.host_bytes + files.nbytes <= found:
+        weights.forget_files()
+    elif need > found:
+        kinds = "the weights that lie in no file" if files.sources else "the weights"
         raise ConfigError(
-            f"the weights take {weights_bytes} bytes of host memory; host_budget is {found} bytes. "
-            f"Raise finepage.host_budget to >= {weights_bytes}, or pack them (finepage.weights)."
+            f"{kinds} take {need} bytes of host memory; host_budget is {found} bytes. "
+            f"Raise finepage.host_budget to >= {need}, or pack them (finepage.weights)."
         )
+    else:
+        files.read_ahead(min(found // AHEAD_SHARE, found - need))
     return found
 
 
@@ -376,7 +384,7 @@ def _run_settings(
     """Return everything that the user decides, with the rates to plan with."""
     if config.device_graphs and not device_of(where).has_graphs:
         logger.warning("finepage.device_graphs has no effect: %s has no graphs", where)
-    host_budget_bytes = _host_budget_of(config, weights.host_bytes)
+    host_budget_bytes = _host_budget_of(config, weights)
     scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
     rates = profile or probe(where, scratch_bytes=scratch_bytes)
     return RunSettings(

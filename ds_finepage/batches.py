@@ -153,10 +153,18 @@ class Search:
     def _at_most(self, batch: int) -> BatchPoint:
         costs, rate = costs_between(self.looks, batch), self._any.profile.h2d_bytes_per_s
         copies = (costs.prefill_missing_bytes, costs.step_missing_bytes)
-        first_ns, step_ns = (n * NS_PER_S / rate for n in copies)
+        first_ns, step_ns = (max(n * NS_PER_S / rate, self._read_ns(n, costs)) for n in copies)
         slower = max(costs.prefill_ns, first_ns), max(costs.step_ns, step_ns)
         found = self._point(batch, *slower)
         return found if self._has_room(costs) else replace(found, tokens_per_s=0.0)
+
+    def _read_ns(self, missing_bytes: float, costs: Costs) -> float:
+        """Return the time to read what neither device nor host memory has room for."""
+        limits, rate = self._any, self._any.profile.disk_bytes_per_s
+        if limits.host_memory_bytes is None or not rate:
+            return 0.0
+        room_bytes = max(0.0, limits.host_memory_bytes - self._host_bytes(costs))
+        return (missing_bytes - room_bytes) * NS_PER_S / rate
 
     def _point(self, batch: int, first_ns: float, step_ns: float) -> BatchPoint:
         total_ns = first_ns + (self._any.new_tokens - 1) * step_ns  # the prefill makes a token
@@ -165,9 +173,14 @@ class Search:
 
     def _has_room(self, costs: Costs) -> bool:
         limits = self._any
-        host_bytes = costs.host_bytes if self._is_on_host(costs) else limits.weight_bytes
+        host_bytes = self._host_bytes(costs)
         most_bytes = host_bytes if limits.host_memory_bytes is None else limits.host_memory_bytes
         return costs.least_bytes <= limits.budget_bytes and host_bytes <= most_bytes
+
+    def _host_bytes(self, costs: Costs) -> float:
+        """Return the host memory without which nothing runs; a disk may have the weights."""
+        weights = 0 if self._any.profile.disk_bytes_per_s else self._any.weight_bytes
+        return costs.host_bytes if self._is_on_host(costs) else weights
 
     def _is_on_host(self, costs: Costs) -> bool:
         """Tell whether a KV cache is in host memory from the first pass on."""

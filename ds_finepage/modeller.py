@@ -39,7 +39,7 @@ class Costs(NamedTuple):
     step_missing_bytes: float
     least_bytes: float  # the least budget of both passes
     kv_bytes: float  # after the last step
-    host_bytes: float  # with that cache in host memory
+    host_bytes: float  # with that cache in host memory; without weights that a disk may have
 
 
 class Modeller:
@@ -263,7 +263,8 @@ class Modeller:
         prefill, step = map(self._bounds_of, both)
         needs = [c.needs_if(cuts_weights=self._split, looks_up_rows=True) for c in both]
         least_bytes = max(each.min_budget_bytes for each in needs)
-        return Costs(*prefill, *step, least_bytes, self.decode.kv_bytes, self.decode.host_bytes)
+        host_bytes = self.decode.least_host_bytes(self.profile)
+        return Costs(*prefill, *step, least_bytes, self.decode.kv_bytes, host_bytes)
 
     def _bounds_of(self, captured: CapturedModel) -> tuple[int, int]:
         """Return the time of the tasks of a pass, and the bytes that are missing."""

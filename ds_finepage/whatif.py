@@ -31,9 +31,10 @@ from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.execution import collectives as _defines_them  # noqa: F401
 from ds_finepage.execution import host_ops
 from ds_finepage.execution.device import Accelerator
+from ds_finepage.execution.disk import staging_bytes
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph
+from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.packed import GROUP, UNPACKED
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
@@ -42,10 +43,12 @@ from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 from ds_finepage.packing.stock import pack_as_stock
 from ds_finepage.planning.budget import competes
+from ds_finepage.planning.host_share import Division, divided
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.pipeline import Needs, Planned, PlanSettings, needs_of, plan_checked
 from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.simulator import Costs
 from ds_finepage.reporting.figures import (
     PlanFigures,
     entry_bytes,
@@ -138,6 +141,13 @@ class CapturedModel:
         """Bytes of host memory for the weights and for a KV cache there, with room to grow."""
         room = in_steps(self.seq + 1)  # rows, as the cache allocates them if it knows its length
         return self.graph.weight_bytes + self._bytes_of(BufferKind.HOST) * room // self.seq
+
+    def least_host_bytes(self, profile: HardwareProfile) -> int:
+        """Return the host memory without which the pass cannot run: a disk may have the weights."""
+        if not profile.disk_bytes_per_s:
+            return self.host_bytes
+        weights = (b.nbytes for b in self.graph.buffers if b.kind is BufferKind.WEIGHT)
+        return self.host_bytes - self.graph.weight_bytes + staging_bytes(max(weights, default=0))
 
     def _bytes_of(self, kind: BufferKind) -> int:
         return sum(b.nbytes for b in self.graph.buffers if b.kind is kind)
@@ -293,8 +303,8 @@ def plan_captured(
     elif kv_cache == "device":
         forms = forms[:1]
     form, needs = that_fits(forms, budget_bytes)
-    if host_memory_bytes is not None and needs.min_budget_bytes <= budget_bytes:
-        _require_host_memory(form, form.host_bytes, host_memory_bytes)  # before it is planned
+    if needs.min_budget_bytes <= budget_bytes:  # before it is planned
+        _require_host_memory(form, form.least_host_bytes(profile), host_memory_bytes)
     arena_bytes = budget_bytes - needs.non_arena_bytes
     start = time.process_time()
     try:
@@ -304,9 +314,9 @@ def plan_captured(
     except PlanInfeasibleError:
         _require_room(form, needs, budget_bytes)  # names the budget, which policies do not know
         raise
-    figures = _figures(form, planned, needs, budget_bytes, time.process_time() - start)
-    if host_memory_bytes is not None:
-        _require_host_memory(form, figures.host_bytes, host_memory_bytes)
+    division = _divided(form, planned, host_memory_bytes)
+    planned = dataclasses.replace(planned, memgraph=division.memgraph)
+    figures = _figures(form, planned, division, needs, budget_bytes, time.process_time() - start)
     least = min(needs.min_budget_bytes for _, needs in forms)
     return PlannedModel(
         memgraph=planned.memgraph,
@@ -407,8 +417,32 @@ def _require_room(captured: CapturedModel, needs: Needs, budget_bytes: int) -> N
         ) from None
 
 
-def _require_host_memory(form: CapturedModel, host_bytes: int, host_memory_bytes: int) -> None:
-    if host_bytes <= host_memory_bytes:
+def _divided(form: CapturedModel, planned: Planned, host_memory_bytes: int | None) -> Division:
+    """Leave weights in files for which host memory has no room, if the machine has a disk.
+
+    Raises:
+        PlanInfeasibleError: The rest has no room.
+    """
+    memgraph, profile = planned.memgraph, planned.settings.profile
+    host_bytes = form.host_bytes + memgraph.host_bytes
+    has_room = host_memory_bytes is None or host_bytes <= host_memory_bytes
+    if has_room or host_memory_bytes is None or not profile.disk_bytes_per_s:
+        _require_host_memory(form, host_bytes, host_memory_bytes)
+        return Division(memgraph, host_bytes)
+    found = divided(
+        memgraph,
+        other_bytes=form.least_host_bytes(profile) + memgraph.host_bytes,
+        most_bytes=host_memory_bytes,
+        lower_bound_bytes=planned.lower_bound_bytes,
+    )
+    _require_host_memory(form, found.host_bytes, host_memory_bytes)
+    return found
+
+
+def _require_host_memory(
+    form: CapturedModel, host_bytes: int, host_memory_bytes: int | None
+) -> None:
+    if host_memory_bytes is None or host_bytes <= host_memory_bytes:
         return
     place = "in host memory" if form.kv_on_host else "on the device"
     raise PlanInfeasibleError(
@@ -421,12 +455,14 @@ def _require_host_memory(form: CapturedModel, host_bytes: int, host_memory_bytes
 def _figures(
     captured: CapturedModel,
     planned: Planned,
+    division: Division,
     needs: Needs,
     budget_bytes: int,
     plan_seconds: float,
 ) -> PlanFigures:
     graph, profile = captured.graph, planned.settings.profile
     memgraph, timeline = planned.memgraph, planned.timeline
+    read_ns = Costs(profile).links[Lane.DISK].ns(division.least_file_bytes)
     return PlanFigures(
         model=captured.model,
         phase=captured.phase,
@@ -440,7 +476,7 @@ def _figures(
         budget_bytes=budget_bytes,
         min_budget_bytes=needs.min_budget_bytes,
         peak_bytes=needs.non_arena_bytes + memgraph.peak_bytes,
-        host_bytes=captured.host_bytes + memgraph.host_bytes,
+        host_bytes=division.host_bytes,
         entry_reloaded_bytes=entry_bytes(memgraph) + memgraph.reloaded_bytes,
         reloaded_bytes=memgraph.steady_reloaded_bytes,
         offloaded_bytes=memgraph.offloaded_bytes,
@@ -449,7 +485,7 @@ def _figures(
         predicted_ns=timeline.total_ns,
         compute_ns=timeline.compute_ns,
         transfer_ns=timeline.transfer_ns,
-        lower_bound_ns=planned.lower_bound_ns,
+        lower_bound_ns=max(planned.lower_bound_ns, read_ns),
         stall_ns=timeline.stall_ns,
         num_tasks=len(graph.tasks),
         num_memory_dependencies=num_memory_dependencies(memgraph),
@@ -459,4 +495,6 @@ def _figures(
         weights=captured.weights,
         num_ranks=captured.num_ranks,
         sent_bytes=sent_bytes(memgraph.graph),
+        file_bytes=memgraph.file_bytes,
+        least_file_bytes=division.least_file_bytes,
     )

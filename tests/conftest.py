@@ -25,6 +25,7 @@ FOLDERS = ("tests/integration/", "tests/accelerator/", "tests/e2e/")
 """Their tests are slow, except one or a few for each thing that ds_finepage can do."""
 
 BY_DEFAULT = (
+    "accelerator/test_files.py::test_a_model_runs_that_host_memory_has_no_room_for",
     "accelerator/test_on_a_card.py::test_tokens_are_equal_and_the_budget_holds_from_attach_to_detach",
     "e2e/test_examples.py::test_generate_with_plain_python_and_with_the_launcher",
     "e2e/test_wheel.py",

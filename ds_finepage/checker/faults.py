@@ -53,6 +53,7 @@ class Fault(str, enum.Enum):
     COLLECT_WRONG = "collect_wrong"  # a collect without the reload of this rank's part before it
 
     # Host memory.
+    FILE_WRONG = "file_wrong"  # read from a file: no weight, or none that is one range of a file
     HOST_SLOT_MISSING = "host_slot_missing"  # an offloaded buffer has none, or more than one
     HOST_SLOT_OUTSIDE = "host_slot_outside"  # not inside ``host_bytes``
     HOST_SLOT_OVERLAP = "host_slot_overlap"

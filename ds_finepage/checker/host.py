@@ -57,6 +57,26 @@ class HostCopies:
         self._source[buffer] = node.id
         self._users[buffer] = [node.id]
 
+    def _files(self, offloaded: set[int | None]) -> None:
+        """Verify that weights in files are one range of a file, which no node writes."""
+        graph, filed = self._graph, self._memgraph.filed
+        if list(filed) != sorted(set(filed)):
+            text = f"weights in files {filed} are not sorted or repeat"
+            self._report.wrong(Fault.FILE_WRONG, None, text)
+        for b in filed:
+            buffer = graph.buffers[b] if 0 <= b < len(graph.buffers) else None
+            if (
+                buffer is None
+                or buffer.kind is not BufferKind.WEIGHT
+                or buffer.gather is not None
+                or graph.num_parts(buffer) > 1
+                or graph.num_pieces(buffer) > 1
+                or b in offloaded
+            ):
+                name = f"buffer {b}" if buffer is None else title_of(graph, b)
+                text = f"{name} is read from a file, and is no range of one that stays as it is"
+                self._report.wrong(Fault.FILE_WRONG, None, text)
+
     def end(self) -> None:
         """Verify the slots in the pinned pool: one a buffer, inside the pool, without overlap."""
         slots = Counter(b for b, _ in self._memgraph.host_slots)
@@ -67,6 +87,7 @@ class HostCopies:
                 name = title_of(self._graph, buffer.id)
                 text = f"{name} has {slots[buffer.id]} host slots; it needs 1"
                 wrong(Fault.HOST_SLOT_MISSING, None, text)
+        self._files(offloaded)
         end = 0
         for b, offset in sorted(self._memgraph.host_slots, key=lambda s: (s[1], s[0])):
             if not 0 <= b < len(self._graph.buffers):

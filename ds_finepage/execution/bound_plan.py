@@ -10,11 +10,20 @@ import torch
 from ds_finepage.execution.arena import POISON, Arena, HostPool
 from ds_finepage.execution.call_tensors import CallTensors, MovingViews
 from ds_finepage.execution.collectives import RankParts
+from ds_finepage.execution.disk import FileRange
+from ds_finepage.execution.file_weights import FileWeights
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.ops import BoundTask, Patch, bind, unused_results
-from ds_finepage.execution.reload_sources import ReloadSources, RoutedReload, RouteRead, copy_master
+from ds_finepage.execution.program import Program
+from ds_finepage.execution.reload_sources import (
+    ReadSlices,
+    ReloadSources,
+    RoutedReload,
+    RouteRead,
+    copy_master,
+)
 from ds_finepage.execution.replay import can_be_recorded
-from ds_finepage.graph.memgraph import Extent, MemGraph, Node, NodeKind
+from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.routes import Route, groups_of
 from ds_finepage.graph.taskgraph import BufferKind, Task
@@ -31,6 +40,7 @@ class BoundPlan:
         actions: Node id -> what the node does. Nodes that do nothing have no action.
         tensors: The tensors outside the arena.
         sources: The host memory that reloads read.
+        reads: Node id -> the bytes of a file that it reads, whatever a router chooses.
         sizes: The graph's tensors in the shapes of the current call.
         patches: Places in bound tasks that take a tensor of the call for one pass.
         recordable: The nodes of tasks that enqueue the same work in each pass.
@@ -49,6 +59,7 @@ class BoundPlan:
         in_place: frozenset[int] = frozenset(),
         poison: bool = False,
         parts: RankParts | None = None,
+        files: FileWeights | None = None,
     ) -> None:
         """Bind every node.
 
@@ -61,9 +72,10 @@ class BoundPlan:
                 The results of all other tasks are copied into their extents.
             poison: Fill vacated extents with NaN.
             parts: The ranks that hold the masters together; None where this rank has all of them.
+            files: The weights that lie in files; None where there are none.
 
         Raises:
-            StoreError: A master is missing, or smaller than the captured weight.
+            StoreError: A master or a file is missing, or smaller than the captured weight.
         """
         graph = memgraph.graph
         self.memgraph, self._graph = memgraph, graph
@@ -72,7 +84,10 @@ class BoundPlan:
         self._slots = dict(memgraph.host_slots)
         self._unused = unused_results(graph)
         self.sizes = MovingViews(graph)
-        self.sources = ReloadSources(graph, masters, pinned=pool.pinned)
+        self._files = files
+        held = {} if files is None else files.held
+        self.sources = ReloadSources(graph, masters, pinned=pool.pinned, held=held)
+        self.reads: dict[int, FileRange] = {}
         self.tensors = CallTensors(graph, self.sizes, device=arena.bytes.device, pinned=pool.pinned)
         self.patches: list[Patch] = []
         self.recordable: set[int] = set()
@@ -171,6 +186,8 @@ class BoundPlan:
             is_entry = node.kind is NodeKind.RESIDENT
             return self.sources.reload_of_rows(buffer, on_device, is_entry=is_entry)
         is_weight = buffer.kind is BufferKind.WEIGHT and not is_handed
+        if buffer.id in self.memgraph.in_files:
+            return self._bind_read(node, on_device)
         if is_weight and node.kind is not NodeKind.OFFLOAD:
             on_host = self.sources.of_weight(buffer)  # an offloaded copy has the same bytes
         else:
@@ -184,6 +201,28 @@ class BoundPlan:
         if node.kind is not NodeKind.OFFLOAD:
             return partial(copy_master, on_device, on_host)
         return self._offload(on_device, on_host, node.extent)
+
+    def _bind_read(self, node: Node, on_device: torch.Tensor) -> Action:
+        """Bind the reload of a weight that lies in a file."""
+        assert node.buffer is not None and self._files is not None
+        source = self._files.source_of(self._graph.buffers[node.buffer])
+        route, reader = self.memgraph.routed_reloads.get(node.id), self._files.reader
+        if route is None:
+            self.reads[node.id] = source
+            return partial(reader.copy, source, on_device)
+        nbytes = source.nbytes // route.num_slices
+
+        def read_slices(begin: int, end: int, slices: torch.Tensor) -> None:
+            reader.copy(source.part(begin * nbytes, end * nbytes), slices.view(-1))
+
+        self.routed.append(self._bind_routed(route, on_device, read_slices))
+        return self.routed[-1]
+
+    def expect_reads(self, *programs: Program) -> None:
+        """Let the disk read ahead what these programs read, one after the other."""
+        if self.reads and self._files is not None:
+            steps = (step.node.id for each in programs for step in each.lanes[Lane.DISK])
+            self._files.reader.expect([self.reads[node] for node in steps if node in self.reads])
 
     def _offload(self, on_device: torch.Tensor, on_host: torch.Tensor, extent: Extent) -> Action:
         vacated = self.arena.slice(extent, extent.nbytes)
@@ -210,10 +249,10 @@ class BoundPlan:
         return load
 
     def _bind_routed(
-        self, route: Route, on_device: torch.Tensor, on_host: torch.Tensor
+        self, route: Route, on_device: torch.Tensor, source: torch.Tensor | ReadSlices
     ) -> RoutedReload:
         view = self._graph.tensors[route.tensor]
         (node,) = (n.id for n in self.memgraph.nodes if n.task == route.task)
         extent = self.memgraph.placements[node][view.buffer]
         read = self._read_of(route.tensor, route.source, extent)
-        return RoutedReload(route, on_device, on_host, read)
+        return RoutedReload(route, on_device, source, read)

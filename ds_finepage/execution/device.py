@@ -141,6 +141,13 @@ class Device:
         """
         return host
 
+    def form(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the device in the place of host memory, which must not be read.
+
+        It is 1-d uint8.
+        """
+        return host
+
 
 class Accelerator(Device):
     """A device with streams, through torch's generic functions."""
@@ -310,13 +317,23 @@ class Accelerator(Device):
         memory = _in_place.get((host.data_ptr(), host.numel()))
         if memory is None and not host.is_pinned():
             memory = self._registered(host)
+        return self._at(host, memory or host)
+
+    def form(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the device in the place of host memory, which must not be read.
+
+        It is 1-d uint8.
+        """
+        return self._at(host, host)
+
+    def _at(self, host: torch.Tensor, memory: object) -> torch.Tensor:
         storage: Any = _construct_storage_from_data_pointer(
             host.data_ptr(), self.where, host.numel()
         )
-        storage._memory = memory or host  # lives as long as any tensor on the storage
+        storage._memory = memory  # lives as long as any tensor on the storage
         with torch.inference_mode(False), torch.no_grad():
-            shown = torch.empty(0, dtype=torch.uint8, device=self.where)
-            return shown.set_(storage, 0, (host.numel(),), (1,))
+            made = torch.empty(0, dtype=torch.uint8, device=self.where)
+            return made.set_(storage, 0, (host.numel(),), (1,))
 
     def _registered(self, host: torch.Tensor) -> InPlace:
         if self._runtime is None:

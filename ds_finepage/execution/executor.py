@@ -165,6 +165,7 @@ class Executor:
         for patch in bound.patches:
             assert patch.tensor is not None
             patch.container[patch.key] = tensors[patch.tensor]
+        bound.expect_reads(program, self._steady)
         try:
             self._lanes.run(program, self._hooked_actions(program, actions, tensors))
         finally:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 
 from ds_finepage.execution.device import Accelerator, device_of
+from ds_finepage.execution.disk_lane import CHECK, Handovers
 from ds_finepage.execution.program import Program, Step
 from ds_finepage.graph.memgraph import Lane
 
@@ -142,7 +143,8 @@ class StreamLanes:
     ``_h2d`` overlaps reloads with compute, ``_d2h`` overlaps offloads with both, and ``_ranks``
     overlaps collects with all of them. All waits are event waits on the device. On every lane a
     pass begins after the end of the pass before. At its end the caller's stream waits for the
-    transfer lanes, so no other stream uses a tensor that the caller frees.
+    transfer lanes, so no other stream uses a tensor that the caller frees. The disk lane has a
+    thread: see ``disk_lane``.
     """
 
     def __init__(
@@ -157,7 +159,8 @@ class StreamLanes:
             max_delay_us: The longest delay.
         """
         self._device = device
-        self._h2d, self._d2h, self._ranks = (device.new_stream() for _ in range(3))
+        self._h2d, self._d2h, self._ranks, self._disk = (device.new_stream() for _ in range(4))
+        self._reader: tuple[int, ThreadPoolExecutor] | None = None  # of a process
         self._order: weakref.WeakKeyDictionary[Program, _Order] = weakref.WeakKeyDictionary()
         # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
         self._begin, self._end = device.new_event(), device.new_event()
@@ -190,7 +193,9 @@ class StreamLanes:
         """Forget streams and events."""
         self._device.synchronize()
         self._order.clear()
-        self._has_run = False
+        if self._reader is not None:
+            self._reader[1].shutdown()
+        self._reader, self._has_run = None, False
 
     def _follow(self, stream: torch.Stream) -> None:
         if self._has_run:
@@ -200,26 +205,66 @@ class StreamLanes:
         order = self._order.get(program)
         if order is None:
             streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
+            streams[Lane.DISK] = self._disk
             # A lane without steps need not be woken.
             streams = {lane: stream for lane, stream in streams.items() if program.lanes[lane]}
-            stretches = _stretches(program, streams, self._device.new_event)
-            self._order[program] = order = (list(streams.values()), stretches)
-        others, stretches = order
+            stretches, reads = _stretches(program, streams, self._device.new_event)
+            self._order[program] = order = (list(streams.values()), stretches, reads)
+        others, stretches, reads = order
         compute = self._device.current_stream()
         self._follow(compute)
         compute.record_event(self._begin)
         for stream in others:
             stream.wait_event(self._begin)
+        if reads is None:
+            self._enqueue_stretches(compute, stretches, actions)
+        else:
+            self._enqueue_beside(reads, compute, stretches, actions)
+        for stream in others:
+            compute.wait_stream(stream)
+        compute.record_event(self._end)
+        self._has_run = True
+
+    def _enqueue_stretches(
+        self, compute: torch.Stream, stretches: list[_Stretch], actions: dict[int, Action]
+    ) -> None:
         for own, steps in stretches:
             if own is None:
                 self._enqueue_steps(compute, steps, actions)
             else:
                 with own:
                     self._enqueue_steps(own, steps, actions)
-        for stream in others:
-            compute.wait_stream(stream)
-        compute.record_event(self._end)
-        self._has_run = True
+
+    def _enqueue_beside(
+        self,
+        reads: _Reads,
+        compute: torch.Stream,
+        stretches: list[_Stretch],
+        actions: dict[int, Action],
+    ) -> None:
+        """Enqueue the disk lane on a thread of its own, and the others meanwhile."""
+        steps, handovers = reads
+        actions = {**actions, **handovers.actions}
+        handovers.begin()
+
+        def read() -> None:
+            try:
+                with torch.no_grad(), self._disk:
+                    self._enqueue_steps(self._disk, steps, actions)
+            except BaseException as error:
+                handovers.stop(error)
+
+        if self._reader is None or self._reader[0] != os.getpid():
+            self._reader = os.getpid(), ThreadPoolExecutor(1, f"finepage-{Lane.DISK.value}")
+        busy = self._reader[1].submit(read)
+        try:
+            self._enqueue_stretches(compute, stretches, actions)
+        except BaseException as error:
+            handovers.stop(error)
+            raise
+        finally:
+            _wait_through_interrupts([busy])
+        handovers.check()
 
     def _enqueue_steps(
         self, stream: torch.Stream, steps: list[_Enqueued], actions: dict[int, Action]
@@ -241,27 +286,47 @@ _Enqueued = tuple[tuple[torch.Event, ...], int, torch.Event | None]
 _Stretch = tuple[torch.Stream | None, list[_Enqueued]]
 """Steps of one lane that are enqueued one after another; None is the caller's stream."""
 
-_Order = tuple[list[torch.Stream], list[_Stretch]]
-"""The streams of transfers that a program uses, and its steps."""
+_Reads = tuple[list[_Enqueued], Handovers]
+"""The steps of the disk lane, and the flags between its thread and the caller's."""
+
+_Order = tuple[list[torch.Stream], list[_Stretch], _Reads | None]
+"""The streams of transfers that a program uses, its steps, and those of the disk lane."""
 
 
 def _stretches(
     program: Program, streams: dict[Lane, torch.Stream], new_event: Callable[[], torch.Event]
-) -> list[_Stretch]:
+) -> tuple[list[_Stretch], _Reads | None]:
     """Give events to the steps of a program, once, so that a pass looks nothing up."""
     signalled: dict[tuple[Lane, int], torch.Event] = {}
     stretches: list[_Stretch] = []
+    reads: list[_Enqueued] = []
+    handovers = Handovers()
+    over = {  # steps that the other thread waits for
+        before
+        for step in program.merged
+        for before in step.waits
+        if (before[0] is Lane.DISK) != (step.lane is Lane.DISK)
+    }
     last: Lane | None = None
     for step in program.merged:
         event = new_event() if step.signals else None
         if event is not None:
             signalled[step.lane, step.position] = event
-        if step.lane is not last:
+        if step.lane is not last and step.lane is not Lane.DISK:
             last = step.lane
             stretches.append((streams.get(last), []))
-        waits = tuple(signalled[wait] for wait in step.waits)
-        stretches[-1][1].append((waits, step.node.id, event))
-    return stretches
+        is_read = step.lane is Lane.DISK
+        steps = reads if is_read else stretches[-1][1]
+        waits = tuple(signalled[before] for before in step.waits)
+        for before in step.waits:
+            if (before[0] is Lane.DISK) != is_read:
+                steps.append(((), handovers.waited(before), None))
+        if is_read:
+            steps.append(((), CHECK, None))
+        steps.append((waits, step.node.id, event))
+        if (step.lane, step.position) in over:
+            steps.append(((), handovers.raised((step.lane, step.position)), None))
+    return stretches, (reads, handovers) if reads else None
 
 
 def _delay_us(draw: random.Random, max_delay_us: int) -> float:

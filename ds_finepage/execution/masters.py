@@ -12,6 +12,7 @@ from ds_finepage.errors import StoreError
 from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.device import device_of
+from ds_finepage.execution.disk import FileRange, files_of
 from ds_finepage.execution.watch import data_of, is_watched, set_data
 
 
@@ -31,6 +32,8 @@ class HostWeight:
             the parameter. None for every other master.
         parts: For a master that is this rank's part of the weight: the ranks. None where it is the
             whole weight.
+        source: For a master that is a mapped file, and takes no host memory: the bytes of the file.
+            None for every other master.
     """
 
     name: str
@@ -42,6 +45,7 @@ class HostWeight:
     restore: Callable[[HostWeight], None]
     gathered: Callable[[], bool] | None = None
     parts: RankParts | None = None
+    source: FileRange | None = None
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +117,11 @@ def weights_of(named: Mapping[str, torch.Tensor], device: torch.device) -> list[
                 f"parameter {name} has a shape and no data: its storage was freed. "
                 f"Load the weights first."
             )
-    return [_plain_weight(name, parameter, device) for name, parameter in named.items()]
+    sources = files_of([data_of(parameter) for parameter in named.values()])
+    if sources and device_of(device).is_accelerator:
+        sources[0] = None  # transformers asks the first parameter where the model is
+    pairs = zip(named.items(), sources, strict=True)
+    return [_plain_weight(name, parameter, device, source) for (name, parameter), source in pairs]
 
 
 def refuse_watched(name: str, parameter: torch.Tensor) -> None:
@@ -128,7 +136,9 @@ def refuse_watched(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> HostWeight:
+def _plain_weight(
+    name: str, parameter: torch.Tensor, device: torch.device, source: FileRange | None
+) -> HostWeight:
     before = data_of(parameter)
     host = _host_tensor(before)
     # On the CPU detach restores the parameter's own memory; elsewhere it gives the host copy.
@@ -145,8 +155,9 @@ def _plain_weight(name: str, parameter: torch.Tensor, device: torch.device) -> H
             value = strided
         set_data(parameter, value)
 
-    weight = HostWeight(name, parameter, *_form_of(host, device), restore)
-    if before.is_cpu and device_of(device).is_accelerator:
+    where = device if source is None else before.device  # a mapped file is left as it is
+    weight = HostWeight(name, parameter, *_form_of(host, where), restore, source=source)
+    if source is None and before.is_cpu and device_of(device).is_accelerator:
         set_data(parameter, weight.value)  # so that one weight at a time is there twice
     return weight
 

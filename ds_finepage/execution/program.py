@@ -40,7 +40,7 @@ class Program:
     @cached_property
     def mean_transfer_bytes(self) -> int:
         """Mean bytes of a transfer; 0 if there is none. Tasks do not count."""
-        steps = self.lanes[Lane.H2D] + self.lanes[Lane.D2H]
+        steps = self.lanes[Lane.H2D] + self.lanes[Lane.D2H] + self.lanes[Lane.DISK]
         found = [step.node.extent.nbytes for step in steps if step.node.extent is not None]
         return sum(found) // len(found) if found else 0
 

@@ -40,9 +40,15 @@ class ReloadSources:
     """Finds the source of each reload when the plan is bound, and fills it before each pass."""
 
     def __init__(
-        self, graph: TaskGraph, masters: Mapping[str, torch.Tensor], *, pinned: bool
+        self,
+        graph: TaskGraph,
+        masters: Mapping[str, torch.Tensor],
+        *,
+        pinned: bool,
+        held: Mapping[str, torch.Tensor],
     ) -> None:
         self._graph, self._masters, self._pinned = graph, masters, pinned
+        self._held = held
         self._positions = {i.tensor: i.position for i in graph.inputs}
         # Buffer -> (table, rows of this call), both of shape (rows, bytes of a row).
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -61,6 +67,8 @@ class ReloadSources:
         master = self._masters.get(buffer.name)
         if master is None:
             raise StoreError(f"no host master for weight {buffer.name!r}")
+        if buffer.key in self._held:
+            return self._held[buffer.key]
         if buffer.gather is not None:
             return self._rows_of(buffer, buffer.gather, master)
         num_parts = self._graph.num_parts(buffer)
@@ -172,8 +180,12 @@ class RouteRead:
         self._values = None
 
 
+ReadSlices = Callable[[int, int, torch.Tensor], None]
+"""Reads slices of a weight, from one to another, from a file into a tensor of the device."""
+
+
 class RoutedReload:
-    """An action of the h2d lane that reads which slices are used, and copies them.
+    """An action that reads which slices are used, and copies them.
 
     Attributes:
         skipped_bytes: The bytes that the last call did not copy.
@@ -183,16 +195,19 @@ class RoutedReload:
         self,
         route: Route,
         on_device: torch.Tensor,
-        on_host: torch.Tensor,
+        source: torch.Tensor | ReadSlices,
         read: RouteRead,
     ) -> None:
         """Bind a reload.
 
-        Both are 1-d uint8 of the same length; or the master is 2-d, one row a slice, with gaps.
+        Both are 1-d uint8 of the same length; or the master is 2-d, one row a slice, with gaps; or
+        the source reads a file.
         """
         self._route = route
         self._on_device = on_device.view(route.num_slices, -1)
-        self._on_host = on_host.view(self._on_device.shape)
+        if isinstance(source, torch.Tensor):
+            source = source.view(self._on_device.shape)
+        self._source = source
         self._read = read
         self.skipped_bytes = 0
 
@@ -204,7 +219,11 @@ class RoutedReload:
         else:
             used = sorted({number % num_slices for number in values})
         for begin, end in _runs(used):
-            copy_master(self._on_device[begin:end], self._on_host[begin:end])
+            target = self._on_device[begin:end]
+            if isinstance(self._source, torch.Tensor):
+                copy_master(target, self._source[begin:end])
+            else:
+                self._source(begin, end, target)
         self.skipped_bytes = (num_slices - len(used)) * self._on_device.shape[1]
 
 

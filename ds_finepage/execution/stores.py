@@ -8,28 +8,24 @@ copies masters into the arena. See [Note: how a change of a weight is noticed].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 
 import torch
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.device import device_of
+from ds_finepage.execution.disk import files_of
+from ds_finepage.execution.file_weights import FileWeights
 from ds_finepage.execution.masters import HostWeight, rehome
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
-from ds_finepage.graph.parts import with_parts
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.execution.weight_places import VERSION, PlaceTable, Shown, has_version
 from ds_finepage.units import align_up
 
 BLOCK_ALIGNMENT = 512
 
 _ADDRESS = torch.Tensor.data_ptr
-_VERSION = attrgetter("_version")
-
 TakeWeights = Callable[[Mapping[str, torch.Tensor], torch.device], list[HostWeight]]
 """Makes the masters of named parameters; the second argument is the device to compute on."""
 
@@ -52,129 +48,7 @@ class WeightChanges:
 NO_CHANGES = WeightChanges()
 
 
-class _Shown:
-    """A parameter that shows its master, and the last known signs of a change."""
-
-    def __init__(self, weight: HostWeight, device: torch.device, used: list[DataWatch]) -> None:
-        self.weight = weight
-        self._device = device
-        self.filled: torch.Tensor | None = None  # takes the place of the view meanwhile
-        self.watch = DataWatch(weight.parameter, used, self._replacement)
-        self.show()
-        self.note()
-
-    def show(self) -> None:
-        """Let the parameter show its master; a weight in parts stays as ZeRO has it."""
-        if self.weight.parts is not None:
-            self.view = data_of(self.weight.parameter)
-            shape, stride, dtype = self.weight.shape, self.weight.stride, self.weight.dtype
-            with torch.inference_mode(False):
-                self._form = torch.empty_strided(shape, stride, dtype=dtype)
-                self._form.untyped_storage().resize_(0)  # a form without bytes
-            return
-        self.view = self.weight.shaped(device_of(self._device).show(self.weight.master))
-        if not self.shows_view:
-            set_data(self.weight.parameter, self.view)
-
-    def show_form(self, *, is_whole: bool) -> None:
-        """Give a parameter in parts the form of the whole weight, for a call, or take it away."""
-        set_data(self.weight.parameter, self._form if is_whole else self.view)
-
-    @property
-    def shows_view(self) -> bool:
-        parameter = self.weight.parameter
-        if self.weight.parts is not None:
-            return parameter.numel() == 0 or self.weight.shape == tuple(self.view.shape)
-        return (
-            parameter.data_ptr() == self.view.data_ptr()
-            and parameter.device == self.view.device
-            and self.weight.has_form_of(parameter)
-            and parameter.is_inference() == self.view.is_inference()
-        )
-
-    @property
-    def is_disturbed(self) -> bool:
-        return self.watch.was_used or self._signs() != self.seen
-
-    @property
-    def is_written(self) -> bool:
-        """Tell whether the parameter may have been written."""
-        return self.watch.was_used or self._signs()[1] != self.seen[1]
-
-    def note(self) -> None:
-        """Treat the present parameter as unchanged."""
-        self.seen = self._signs()
-        self.watch.clear()
-
-    def _signs(self) -> tuple[int, int]:
-        parameter = self.weight.parameter
-        return parameter.data_ptr(), parameter._version if _has_version(parameter) else 0
-
-    def _replacement(self, value: torch.Tensor) -> torch.Tensor:
-        """Keep a parameter readable that ZeRO frees by an empty tensor."""
-        is_partition = self.weight.gathered is not None
-        is_freed = is_partition and self.view.numel() > 0 and value.numel() == 0
-        return self.view if is_freed else value
-
-
-class PartTable:
-    """The part of a weight table that knows of weights in parts on several ranks."""
-
-    _weights: list[HostWeight]
-    _shown: dict[int, _Shown]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(w.nbytes for w in self._weights)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of their masters in this process."""
-        return sum(w.master.numel() for w in self._weights)
-
-    @property
-    def parts(self) -> RankParts | None:
-        """The ranks that hold the masters together; None where this rank has all of them."""
-        return next((w.parts for w in self._weights if w.parts is not None), None)
-
-    def parted(self, graph: TaskGraph) -> TaskGraph:
-        """Return a taskgraph that says which weights lie in parts on several ranks."""
-        parts = self.parts
-        if parts is None:
-            return graph
-        whole_bytes = {w.name: w.nbytes for w in self._weights if w.parts is not None}
-        return with_parts(graph, whole_bytes, parts.num_ranks)
-
-    @contextmanager
-    def in_form(self) -> Iterator[None]:
-        """Give parameters in parts the form of whole weights, without bytes, during a call."""
-        parted = [s for s in self._shown.values() if s.weight.parts is not None]
-        for shown in parted:
-            shown.show_form(is_whole=True)
-        try:
-            yield
-        finally:
-            for shown in parted:
-                shown.show_form(is_whole=False)
-
-    def require_whole(self, what: str) -> None:
-        """Refuse what runs without a plan if this rank has parts of the weights only.
-
-        Raises:
-            StoreError: Some weights lie in parts on several ranks.
-        """
-        parts = self.parts
-        if parts is not None:
-            raise StoreError(
-                f"{what} cannot run without a plan on {parts.num_ranks} ranks, because each of "
-                f"them has a part of every weight. Start with --num_gpus 1, set "
-                f"tensor_parallel.autotp_size to {parts.num_ranks}, or set finepage.enabled to "
-                f"false for stock ZeRO-Inference."
-            )
-
-
-class WeightTable(PartTable):
+class WeightTable(PlaceTable):
     """All weights of a module, tied ones once.
 
     Attributes:
@@ -192,6 +66,7 @@ class WeightTable(PartTable):
         self._used: list[DataWatch] = []
         self.masters: dict[str, torch.Tensor] = {}
         self.on_device: dict[str, torch.Tensor] = {}
+        self.files = FileWeights(device)
         self._index()
 
     def _index(self) -> None:
@@ -199,6 +74,7 @@ class WeightTable(PartTable):
         self._by_id = {id(w.parameter): w for w in self._weights}
         self.masters.clear()
         self.masters.update({w.name: w.master for w in self._weights})
+        self.files.follow({w.name: w.source for w in self._weights if w.source is not None})
 
     @property
     def block_bytes(self) -> int:
@@ -215,7 +91,7 @@ class WeightTable(PartTable):
         """Let every parameter show its master, which frees its device bytes."""
         for weight in self._weights:
             if id(weight.parameter) not in self._shown:
-                shown = _Shown(weight, self._device, self._used)
+                shown = Shown(weight, self._device, self._used)
                 self._shown[id(weight.parameter)] = shown
         self._snapshot()
 
@@ -283,7 +159,7 @@ class WeightTable(PartTable):
     def _snapshot(self) -> None:
         """Store the last known signs in a form that compares fast."""
         all_shown = list(self._shown.values())
-        versioned = [s for s in all_shown if _has_version(s.weight.parameter)]
+        versioned = [s for s in all_shown if has_version(s.weight.parameter)]
         self._parameters = [s.weight.parameter for s in all_shown]
         self._versioned = [s.weight.parameter for s in versioned]
         self._addresses = [s.seen[0] for s in all_shown]
@@ -297,7 +173,7 @@ class WeightTable(PartTable):
         if (
             not self._used
             and list(map(_ADDRESS, self._parameters)) == self._addresses
-            and list(map(_VERSION, self._versioned)) == self._versions
+            and list(map(VERSION, self._versioned)) == self._versions
         ):
             return NO_CHANGES
         return self._take_over([s for s in self._shown.values() if s.is_disturbed])
@@ -306,7 +182,7 @@ class WeightTable(PartTable):
         """Treat every weight as changed."""
         return self._take_over(list(self._shown.values()))
 
-    def _take_over(self, disturbed: list[_Shown]) -> WeightChanges:
+    def _take_over(self, disturbed: list[Shown]) -> WeightChanges:
         others = [s for s in disturbed if not s.shows_view]
         for weight in (s.weight for s in others):
             if weight.parts is not None:
@@ -321,13 +197,17 @@ class WeightTable(PartTable):
         for shown, value in [(s, self._value_of(s)) for s in others]:
             reshaped = reshaped or not shown.weight.has_form_of(value)
             moved = self._adopt(shown, value) or moved
+        filed = [s for s in disturbed if s.weight.source is not None]
+        for shown, source in zip(filed, files_of([s.weight.value for s in filed]), strict=True):
+            if source is None:  # its pages were written
+                moved = self._adopt(shown, shown.weight.value)
         for shown in disturbed:
             shown.note()
         self._index()
         self._snapshot()
         return WeightChanges(tuple(s.weight.name for s in disturbed), moved, reshaped)
 
-    def _value_of(self, shown: _Shown) -> torch.Tensor:
+    def _value_of(self, shown: Shown) -> torch.Tensor:
         """Return the present tensor of a parameter; a copy where it is a partition."""
         value = data_of(shown.weight.parameter)
         if shown.weight.gathered is None:
@@ -336,9 +216,10 @@ class WeightTable(PartTable):
         is_master = any(address == m.untyped_storage().data_ptr() for m in self.masters.values())
         return value.clone() if is_master else value
 
-    def _adopt(self, shown: _Shown, value: torch.Tensor) -> bool:
+    def _adopt(self, shown: Shown, value: torch.Tensor) -> bool:
         """Take over a new tensor of a parameter; True where that moves its master."""
         weight = shown.weight
+        weight.source = None
         if weight.gathered is not None and weight.has_form_of(value):
             _copy(weight.value, value)
             if not weight.gathered():  # else ZeRO takes it away itself
@@ -397,7 +278,10 @@ class WeightTable(PartTable):
             for weight in self._weights:
                 nbytes = weight.nbytes
                 part = block[end : end + nbytes]
-                weight.copy_to(part)
+                if weight.source is None:
+                    weight.copy_to(part)
+                else:
+                    self.files.reader.copy(weight.source, part)
                 found[weight.name] = weight.shaped(part).detach()
                 end += align_up(nbytes, BLOCK_ALIGNMENT)
         self.on_device = found
@@ -418,14 +302,6 @@ def own_weights(module: torch.nn.Module, weights: WeightTable) -> list[torch.Ten
     """Return the parameters and buffers that a module itself holds, as far as they are weights."""
     held = chain(module.parameters(recurse=False), module.buffers(recurse=False))
     return [tensor for tensor in held if tensor in weights]
-
-
-def _has_version(tensor: torch.Tensor) -> bool:
-    """Return False for a tensor that was made in inference mode, whatever its data is now."""
-    try:
-        return bool(_VERSION(tensor) >= 0)
-    except RuntimeError:
-        return False
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -25,7 +25,8 @@ class HardwareProfile:
     host_copy_ns: int = 0  # time that the host takes to start one copy
     rank_bytes_per_s: float = 0.0  # link to the next rank; 0: not known, so it takes no time
     rank_latency_ns: int = 0  # time of one step of a collective beyond that of its bytes
+    disk_bytes_per_s: float = 0.0  # 0: not known, so a file is as fast as the link
 
 
-DETAILS = ("rank_bytes_per_s", "rank_latency_ns")
+DETAILS = ("rank_bytes_per_s", "rank_latency_ns", "disk_bytes_per_s")
 """The measured figures that a profile may lack."""

@@ -36,6 +36,7 @@ class Lane(str, enum.Enum):
     H2D = "h2d"
     D2H = "d2h"
     RANKS = "ranks"  # collects; all ranks run them in the same order
+    DISK = "disk"  # file -> extent, in pieces over host memory
 
 
 LANE_OF: dict[NodeKind, Lane] = {
@@ -122,7 +123,8 @@ class MemGraph:
     Invariant: edges are sorted, point from lower to higher ids, and do not repeat. ``entry`` and
     ``exit`` list weights only. ``host_slots`` gives every offloaded buffer one offset in the pinned
     pool for the whole pass. ``routed`` is sorted; it lists the weights with one reload that brings
-    in only the slices that the pass uses.
+    in only the slices that the pass uses. ``filed`` is sorted; it lists the weights that lie in
+    files and have no copy in host memory.
     """
 
     graph: TaskGraph
@@ -136,6 +138,7 @@ class MemGraph:
     host_slots: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()  # (buffer, offset in bytes)
     host_bytes: NonNegativeInt = 0
     routed: tuple[NonNegativeInt, ...] = ()
+    filed: tuple[NonNegativeInt, ...] = ()
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
@@ -177,6 +180,11 @@ class MemGraph:
         return tuple(found)
 
     @cached_property
+    def in_files(self) -> frozenset[int]:
+        """The same as ``filed``."""
+        return frozenset(self.filed)
+
+    @cached_property
     def routed_reloads(self) -> dict[int, Route]:
         """The RELOAD nodes, by id, of the weights in ``routed``."""
         if not self.routed:
@@ -196,6 +204,8 @@ class MemGraph:
         """
         if node.task is not None and self.graph.tasks[node.task].op == TO_HOST:
             return Lane.D2H
+        if node.kind is NodeKind.RELOAD and node.buffer in self.in_files:
+            return Lane.DISK
         return LANE_OF.get(node.kind)
 
     def bytes_at(self, node: Node) -> int:
@@ -215,6 +225,11 @@ class MemGraph:
             nbytes = part_bytes
         route = self.routed_reloads.get(node.id)
         return nbytes if route is None else route.most_bytes(nbytes)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that a pass reads from files if it finds ``entry`` in place."""
+        return sum(self.bytes_at(n) for n in self.nodes if self.lane_of(n) is Lane.DISK)
 
     def copies_at(self, node: Node) -> int:
         """Return the number of copies of a reload; for a routed reload, the most it may need."""
@@ -264,5 +279,7 @@ def lane_of_late(memgraph: MemGraph, node: Node) -> Lane:
     A node of a parted weight also collects the parts of the other ranks, in their lane.
     """
     assert node.buffer is not None
+    if node.buffer in memgraph.in_files:
+        return Lane.DISK
     is_parted = memgraph.graph.num_parts(memgraph.graph.buffers[node.buffer]) > 1
     return Lane.RANKS if is_parted else Lane.H2D

@@ -84,8 +84,9 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
         if each.default is not MISSING and getattr(profile, each.name) < 0:
             value = getattr(profile, each.name)
             raise ConfigError(f"{each.name} is {value}; it must not be negative")
-    if not math.isfinite(profile.rank_bytes_per_s):
-        raise ConfigError(f"rank_bytes_per_s is {profile.rank_bytes_per_s}; it must be finite")
+    for name in ("rank_bytes_per_s", "disk_bytes_per_s"):
+        if not math.isfinite(value := getattr(profile, name)):
+            raise ConfigError(f"{name} is {value}; it must be finite")
     if DEFAULT_DTYPE not in profile.flops_per_s:
         raise ConfigError(
             f"flops_per_s has no {DEFAULT_DTYPE!r}, the rate for all other dtypes than "

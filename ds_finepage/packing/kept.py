@@ -42,4 +42,4 @@ def pack_once(weight: torch.Tensor, form: PackedForm, name: str) -> Packed:
     written = path.with_suffix(f".{os.getpid()}")
     save_file(dict(zip(Packed.__annotations__, packed, strict=True)), written)
     written.replace(path)
-    return packed
+    return Packed(**load_file(path))  # mapped, so that it takes no memory of its own

@@ -1,6 +1,7 @@
 """Predicts the time of a memgraph: MemGraph and HardwareProfile in, Timeline out.
 
-The lanes run side by side, each its own nodes in the order of their ids. The host issues the
+The lanes run side by side, each its own nodes in the order of their ids. A read of the
+disk lane also goes over the link, which takes a small part of its time. The host issues the
 nodes of all lanes in that order and never waits. A node starts when the host has issued it, its
 lane is free and all its predecessors are complete. Nodes of the other kinds (resident, alloc,
 drop) take no time: they are complete when the last of their predecessors is.
@@ -58,14 +59,17 @@ class Costs:
             Lane.H2D: profile.host_copy_ns,
             Lane.D2H: profile.host_copy_ns,
             Lane.RANKS: profile.host_op_ns,
+            Lane.DISK: 0,  # a thread of its own
         }
         self._memory = _Rate(profile.memory_bytes_per_s)
         self._ranks = _Rate(profile.rank_bytes_per_s) if profile.rank_bytes_per_s else None
         self._rank_latency_ns = profile.rank_latency_ns
         self._flops = {dtype: _Rate(rate) for dtype, rate in profile.flops_per_s.items()}
+        link = profile.h2d_bytes_per_s
         self.links = {
             Lane.H2D: _Rate(profile.h2d_bytes_per_s),
             Lane.D2H: _Rate(profile.d2h_bytes_per_s),
+            Lane.DISK: _Rate(min(profile.disk_bytes_per_s or link, link)),
         }
 
     def task_ns(self, graph: TaskGraph, task: Task) -> int:
@@ -175,6 +179,7 @@ class _Work:
     lane: Lane | None
     took_ns: int = 0
     issued_ns: int = 0
+    copy_ns: int = 0  # of a read: its copy to the device
 
 
 _NO_WORK = _Work(None)
@@ -186,6 +191,7 @@ def _busiest_lane_ns(memgraph: MemGraph, work: Sequence[_Work], costs: Costs) ->
     for node, each in zip(memgraph.nodes, work, strict=True):
         if each.lane in copied:
             copied[each.lane] += memgraph.bytes_at(node)
+            copied[Lane.H2D] += memgraph.bytes_at(node) if each.lane is Lane.DISK else 0
         elif each.lane is not None:
             took[each.lane] += each.took_ns
     links_ns = (costs.links[lane].ns(nbytes) for lane, nbytes in copied.items())
@@ -210,7 +216,9 @@ def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: 
             num_calls = memgraph.copies_at(node)
             took = costs.copy_ns(lane, memgraph.bytes_at(node), num_calls)
         issued_ns += costs.host_ns[lane if node.task is None else Lane.COMPUTE] * num_calls
-        found.append(_Work(lane, took, issued_ns))
+        is_read = lane is Lane.DISK
+        copy_ns = costs.copy_ns(Lane.H2D, memgraph.bytes_at(node)) if is_read else 0
+        found.append(_Work(lane, took, issued_ns, copy_ns))
     return found
 
 
@@ -238,6 +246,13 @@ def _in_order(
         lane = work[node].lane
         if lane is None:
             complete[node] = ready
+            continue
+        if lane is Lane.DISK:  # the disk reads one weight ahead, while it has no place yet
+            starts[node] = lane_free[lane]
+            end = starts[node] + work[node].took_ns
+            complete[node] = max(end, ready + work[node].copy_ns)
+            lane_free[lane] = max(end, ready)
+            lane_free[Lane.H2D] += work[node].copy_ns  # pieces of it go between other copies
             continue
         starts[node] = max(ready, lane_free[lane], work[node].issued_ns)
         complete[node] = lane_free[lane] = starts[node] + work[node].took_ns
@@ -286,7 +301,7 @@ def _timeline(
         spans=tuple(spans),
         total_ns=max(ends.values()),
         compute_ns=busy[Lane.COMPUTE],
-        transfer_ns=max(busy[Lane.H2D], busy[Lane.D2H], busy[Lane.RANKS]),
+        transfer_ns=max(busy[lane] for lane in Lane if lane is not Lane.COMPUTE),
         stall_ns=ends[Lane.COMPUTE] - busy[Lane.COMPUTE],
         peak_bytes=_peak_bytes(memgraph, complete),
         lower_bound_ns=lower_bound_ns,

@@ -34,8 +34,8 @@ def _events(
     yield _metadata("process_sort_index", process, 0, sort_index=process)
     used = {span.lane for span in timeline.spans}
     for lane, thread in _THREADS.items():
-        if lane is Lane.RANKS and lane not in used:
-            continue  # one rank has no others
+        if lane in (Lane.RANKS, Lane.DISK) and lane not in used:
+            continue  # one rank has no others, and most models are in host memory
         yield _metadata("thread_name", process, thread, name=lane.value)
         yield _metadata("thread_sort_index", process, thread, sort_index=thread)
     for span in timeline.spans:

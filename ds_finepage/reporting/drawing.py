@@ -46,13 +46,16 @@ KIND_COLOURS = {
     MemoryKind.WORKSPACE: PURPLE,
     MemoryKind.OTHER: GREY,
 }
-LANE_COLOURS = {Lane.COMPUTE: GREEN, Lane.H2D: BLUE, Lane.D2H: PURPLE, Lane.RANKS: ORANGE}
-LANES = (Lane.D2H, Lane.H2D, Lane.COMPUTE)  # from below; that between ranks is above them
+LANE_COLOURS = {
+    Lane.COMPUTE: GREEN, Lane.H2D: BLUE, Lane.D2H: PURPLE, Lane.RANKS: ORANGE, Lane.DISK: YELLOW
+}  # fmt: skip
+LANES = (Lane.D2H, Lane.H2D, Lane.COMPUTE)  # from below; those that few plans use are above
 LANE_LABELS = {
     Lane.COMPUTE: "compute",
     Lane.H2D: "to the device",
     Lane.D2H: "to the host",
     Lane.RANKS: "between ranks",
+    Lane.DISK: "from the disk",
 }
 LINES = (VERMILION, BLUE, GREEN, PURPLE, ORANGE, SKY, GREY, INK)
 MARKERS = "osD^vP*X"
@@ -139,8 +142,8 @@ def draw_lanes(rows: Sequence[tuple[str, Timeline]], title: str) -> Figure:
     for axes, (label, timeline) in zip(all_axes, rows, strict=True):
         waits = f"{format_ns(timeline.total_ns)}, waits {_share(timeline.stall_ns, timeline)}"
         _caption(axes, f"{label}: {waits}")
-        between = any(s.lane is Lane.RANKS for s in timeline.spans)
-        lanes = (*LANES, Lane.RANKS) if between else LANES
+        used = {span.lane for span in timeline.spans}
+        lanes = (*LANES, *(lane for lane in (Lane.RANKS, Lane.DISK) if lane in used))
         for row, lane in enumerate(lanes):
             spans = [(s.start_ns, s.end_ns) for s in timeline.spans if s.lane is lane]
             _bars(axes, row, _joined(spans, width), unit, color=LANE_COLOURS[lane])

@@ -31,7 +31,8 @@ class PlanFigures:
     the packed form of the weights, if they have one; all bytes are then packed bytes. Where a model
     is cut over ``num_ranks``, all figures are of one rank, except tokens a second: all ranks work
     on the same tokens. ``sent_bytes`` is what a rank sends to the next one in the collectives of a
-    pass.
+    pass. ``file_bytes`` are those of the reloaded bytes that are read from files, because host
+    memory has no room for them, and ``least_file_bytes`` the least possible.
     """
 
     model: str
@@ -65,6 +66,8 @@ class PlanFigures:
     weights: str | None = None
     num_ranks: int = 1
     sent_bytes: int = 0
+    file_bytes: int = 0
+    least_file_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -168,6 +171,14 @@ _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
     (
         "    may stay by this bound",
         lambda f: "any byte of weights" + (" and KV cache" if f.kv_on_host else ""),
+    ),
+    (
+        "  of these from files",
+        lambda f: (
+            format_bytes(f.file_bytes) + _over(f.file_bytes, f.least_file_bytes)
+            if f.file_bytes
+            else None
+        ),
     ),
     ("offloaded by each pass", lambda f: format_bytes(f.offloaded_bytes)),
     ("KV cache copied by each pass", lambda f: format_bytes(f.kv_copied_bytes)),

@@ -14,7 +14,9 @@ from ds_finepage.execution.executor import Executor, OpHook, Residents
 from ds_finepage.execution.lanes import make_lanes
 from ds_finepage.execution.replay import Graphs
 from ds_finepage.execution.stores import WeightTable
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import name_of_key
+from ds_finepage.planning.host_share import host_share, reloads_of
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 
@@ -42,11 +44,13 @@ class DeviceMemory:
     Attributes:
         residents: Which weights are valid where in the arena; an executor updates it.
         require_host: Refuses to take more host memory than its budget has.
+        free_host: Returns the host memory that is free within its budget, or can be made free.
     """
 
     def __init__(self, weights: WeightTable, settings: RunSettings) -> None:
         self.residents = Residents()
         self.require_host: Callable[[int], None] = lambda nbytes: None
+        self.free_host: Callable[[], int] = lambda: 0
         self._weights = weights
         self._device = settings.device
         self._arena: Arena | None = None
@@ -144,8 +148,7 @@ class DeviceMemory:
         Raises:
             StoreError: A master is missing or has another size than the captured weight.
         """
-        memgraph = found.memgraph
-        assert memgraph is not None
+        memgraph = self._with_files(found)
         self.to_paged(arena_bytes)
         assert self._arena is not None
         if memgraph.host_bytes > self._pool.bytes.numel():
@@ -160,11 +163,38 @@ class DeviceMemory:
             in_place=in_place,
             poison=self._debug.poison_vacated,
             parts=self._weights.parts,
+            files=self._weights.files,
         )
         executor = Executor(bound, lanes=self._lanes, hooks=hooks, graphs=self._graphs)
         found.bind(executor)
         self._bound[id(found)] = found
         return executor
+
+    def _with_files(self, found: Pass) -> MemGraph:
+        """Divide what a plan reloads between host memory and files, as far as it lies in files."""
+        assert found.memgraph is not None
+        files = self._weights.files
+        if not files.sources and not found.memgraph.filed:
+            return found.memgraph
+        reloads = reloads_of(found.memgraph, files.sources)
+        sizes = {key: buffer.nbytes for key, buffer in reloads.items()}
+        free_bytes = self.free_host()  # with the copies that there are
+        chosen = host_share(sizes, files.held, free_bytes)
+        if new := chosen - files.held.keys():
+            self._unbind_all()
+            if sum(sizes[key] for key in new) > free_bytes - files.held_bytes:
+                files.drop(files.held.keys() - chosen)  # those of other plans make way
+            files.add(reloads[key] for key in new)
+        found.set_files(files.sources, files.held)
+        return found.memgraph
+
+    def drop_copies(self, nbytes: int) -> None:
+        """Free some bytes of copies in host memory of what lies in files; plans follow."""
+        self._unbind_all()
+        files = self._weights.files
+        wanted = max(0, files.held_bytes - nbytes)
+        while files.held_bytes > wanted:
+            files.drop([next(reversed(files.held))])
 
     # Between two passes.
 
@@ -214,4 +244,5 @@ class DeviceMemory:
         """Free everything, and end the lanes."""
         self._free_arena()
         self._lanes.close()
+        self._weights.files.reader.close()
         self._weights.unload()

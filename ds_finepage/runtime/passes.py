@@ -9,7 +9,7 @@ change these fields. ``invalidate_plan`` leads back to sized, ``unbind`` back to
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from ds_finepage.graph.collectives import order_of
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
+from ds_finepage.planning.host_share import with_files
 from ds_finepage.planning.pipeline import Needs, Planned
 from ds_finepage.runtime.stats import PassStats
 
@@ -111,6 +112,13 @@ class Pass:
         """Take the measured costs of the tasks that the plan rewrote."""
         assert self.memgraph is not None
         self._take(replace(self.memgraph, graph=graph), self._lower_bound_bytes)
+
+    def set_files(self, names: Collection[str], held: Collection[str]) -> None:
+        """Take the weights that lie in files, and what has a copy in host memory."""
+        assert self.memgraph is not None
+        planned = with_files(self.memgraph, names, held)
+        if planned.filed != self.memgraph.filed:
+            self._take(planned, self._lower_bound_bytes)
 
     def bind(self, executor: Executor) -> None:
         """Take the executor of the plan."""

@@ -66,6 +66,7 @@ class PlanRunner:
             require_host=self.require_host,
         )
         memory.require_host = self.require_host
+        memory.free_host = lambda: self.free_host_bytes
         maker = PassMaker(
             meter,
             model_bytes=weights.block_bytes,
@@ -88,6 +89,7 @@ class PlanRunner:
         return Stats(
             budget_bytes=self.settings.budget_bytes,
             weight_bytes=self._weights.nbytes,
+            file_bytes=self._weights.files.reader.read_bytes,
             host_bytes=self.host_bytes,
             host_budget_bytes=self.settings.host_budget_bytes,
             passes=tuple(found.stats() for found in self.table.passes),
@@ -102,11 +104,12 @@ class PlanRunner:
 
     @property
     def free_host_bytes(self) -> int:
-        """Bytes that are free, and within the host budget."""
+        """Bytes that are free, and within the host budget; copies of files can be made free."""
         (free_bytes, _), budget_bytes = host_memory(), self.settings.host_budget_bytes
-        if budget_bytes is None:
-            return free_bytes
-        return min(free_bytes, max(0, budget_bytes - self.host_bytes))
+        held_bytes = self._weights.files.held_bytes
+        if budget_bytes is not None:
+            free_bytes = min(free_bytes, max(0, budget_bytes - self.host_bytes))
+        return free_bytes + held_bytes
 
     def require_host(self, more: int) -> None:
         """Refuse to take more bytes of host memory than its budget has.
@@ -115,7 +118,12 @@ class PlanRunner:
             PlanInfeasibleError: It has less.
         """
         need, budget_bytes = self.host_bytes + more, self.settings.host_budget_bytes
-        if budget_bytes is not None and need > budget_bytes:
+        if budget_bytes is None:
+            return
+        held_bytes = self._weights.files.held_bytes
+        if budget_bytes < need <= budget_bytes + held_bytes:
+            self.memory.drop_copies(need - budget_bytes)
+        elif need > budget_bytes:
             raise PlanInfeasibleError(
                 f"the run needs {need} bytes of host memory, {more} of them for what is not on "
                 f"the device; host_budget is {budget_bytes} bytes. Raise finepage.host_budget to "

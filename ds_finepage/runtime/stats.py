@@ -76,6 +76,7 @@ class Stats:
     Attributes:
         budget_bytes: The limit on all device bytes.
         weight_bytes: Bytes of all weights.
+        file_bytes: Bytes of weights read from files so far.
         host_bytes: Host memory of the run: weights, pinned pool and KV caches.
         host_budget_bytes: The limit on it; None without one.
         passes: The passes that are remembered, in the order of their last use.
@@ -103,6 +104,7 @@ class Stats:
     num_drafted: int = 0
     num_accepted: int = 0
     num_checks: int = 0
+    file_bytes: int = 0
     host_bytes: int = 0
     host_budget_bytes: int | None = None
 

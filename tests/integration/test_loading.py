@@ -17,6 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enab
 
 import ds_finepage
 from ds_finepage.errors import ConfigError
+from ds_finepage.execution import disk, file_weights
 from ds_finepage.integrations.deepspeed import deferred, loading
 from ds_finepage.integrations.deepspeed.deferred import DeferredTensor
 from tests.integration import engines
@@ -254,6 +255,45 @@ def test_a_model_generates_and_is_saved_as_plain_transformers_does(
         engine.destroy()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same(again.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_weights_stay_in_their_files_where_host_memory_has_no_room(
+    deepspeed: Any, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO's own offload to NVMe would write them to other files first."""
+    for module in (disk, file_weights):
+        monkeypatch.setattr(module, "PIECE_BYTES", 1 << 14)
+    shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
+    expected = make_model("llama", **shape)
+    expected.save_pretrained(tmp_path, max_shard_size="1MB")
+    nbytes = sum(p.nbytes for p in expected.parameters())
+    plain = tokens(expected, PROMPT, 6)
+    torch._dynamo.reset()
+    section = {"enabled": True, "device_budget": "60%weights", "host_budget": nbytes // 2}
+    config = engines.ds_config(section, zero=TINY_WEIGHTS)
+    config["zero_optimization"]["offload_param"]["device"] = device
+    model = load(tmp_path, config, dtype="auto")
+    assert all(source is not None for source in disk.files_of(large_masters(model)))
+    model.generation_config.eos_token_id = None
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    try:
+        ds_finepage.assert_active(engine)
+        for _ in range(2):
+            assert torch.equal(tokens(engine.module, PROMPT, 6), plain)
+        stats = ds_finepage.stats(engine)
+        assert stats.file_bytes > 0 and not stats.unplanned_reasons
+        assert stats.host_bytes <= stats.host_budget_bytes < stats.weight_bytes
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            assert_same(dict(model.named_parameters()), dict(expected.named_parameters()))
+        assert torch.equal(tokens(engine.module, PROMPT, 6), plain)
+    finally:
+        engine.destroy()
+    assert all(source is not None for source in disk.files_of(large_masters(model)))
+
+
+def large_masters(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [each for each in masters(model).values() if each.nbytes >= disk.LEAST_BYTES]
 
 
 # Stock stays stock.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import sys
@@ -40,6 +41,13 @@ class Region:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def mapped(self) -> torch.Tensor:
+        """Return all elements, 1-d, as mapped memory: the system reads its pages when needed."""
+        size = os.path.getsize(self.path)
+        file = torch.from_file(self.path, shared=False, size=size, dtype=torch.uint8)
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        return file[self.offset : self.offset + nbytes].view(self.dtype)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop`` in memory that goes back to the system with them.

@@ -27,9 +27,11 @@ from typing import Any
 
 from ds_finepage import _compat
 from ds_finepage.config import FinepageConfig, section_of
+from ds_finepage.execution.host_memory import host_memory
 from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
 from ds_finepage.integrations.deepspeed.deferred import open_files, value_of
 from ds_finepage.integrations.deepspeed.patches import WrappedCall, exchanged, wrap
+from ds_finepage.integrations.deepspeed.seam import with_cpu_offload
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import METHOD
 from ds_finepage.planning.policies import POLICIES
@@ -170,7 +172,10 @@ def _finish(modeling_utils: ModuleType, call: WrappedCall) -> Any:
     model = call.arguments["model"]
     leave_unread(model)
     if not _is_for_ranks(modeling_utils):
-        read_whole(model, modeling_utils.deepspeed_config())
+        free_bytes, all_bytes = host_memory()
+        budget = _active_config(modeling_utils).host_budget
+        host_bytes = budget.resolve(held_bytes=0, free_bytes=free_bytes, all_bytes=all_bytes)
+        read_whole(model, with_cpu_offload(modeling_utils.deepspeed_config()), host_bytes)
     return result
 
 

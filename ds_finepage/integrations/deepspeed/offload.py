@@ -24,6 +24,7 @@ from ds_finepage._compat.deepspeed import (
 from ds_finepage.api import attach
 from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.arena import byte_view
+from ds_finepage.execution.disk import FileRange, files_of
 from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
 from ds_finepage.execution.watch import data_of, set_data
 from ds_finepage.integrations.deepspeed.patches import exchanged
@@ -134,14 +135,15 @@ def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> 
     """
     plain = {name: p for name, p in named.items() if not hasattr(p, "ds_tensor")}
     found = {id(w.parameter): w for w in weights_of(plain, device)}
-    for name, parameter in named.items():
-        if name not in plain:
-            refuse_watched(name, parameter)
-            found[id(parameter)] = _partition_weight(name, parameter)
+    parted: dict[str, Any] = {name: p for name, p in named.items() if name not in plain}
+    sources = files_of([parameter.ds_tensor.data for parameter in parted.values()])
+    for (name, parameter), source in zip(parted.items(), sources, strict=True):
+        refuse_watched(name, parameter)
+        found[id(parameter)] = _partition_weight(name, parameter, source)
     return [found[id(p)] for p in named.values()]
 
 
-def _partition_weight(name: str, parameter: Any) -> HostWeight:
+def _partition_weight(name: str, parameter: Any, source: FileRange | None) -> HostWeight:
     """Use ZeRO's partition as the master; a parameter that is in parts stays as ZeRO has it."""
     shape, partitioned = tuple(parameter.ds_shape), data_of(parameter)
     parts = parts_of(parameter)
@@ -168,4 +170,5 @@ def _partition_weight(name: str, parameter: Any) -> HostWeight:
         restore,
         gathered=lambda: parameter.ds_status is ZeroParamStatus.AVAILABLE,
         parts=parts,
+        source=source,
     )

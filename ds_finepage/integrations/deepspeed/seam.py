@@ -42,6 +42,10 @@ def _checked(call: WrappedCall) -> Any:
         config = config_of(engine)
         if config.enabled:
             refuse_unsupported(engine)
+            offload = engine._config.zero_config.offload_param
+            if _name(offload.device) == NVME:
+                engine._config._param_dict = with_cpu_offload(engine._config._param_dict)
+                offload.device = "cpu"
         return config.enabled
 
     compare_setups(engine._config._param_dict, check)
@@ -151,6 +155,25 @@ def config_of(engine: Any) -> FinepageConfig:
     return FinepageConfig.from_dict(section, policies=POLICIES)
 
 
+NVME = "nvme"
+
+
+def _name(device: Any) -> str:
+    return str(getattr(device, "value", device))
+
+
+def with_cpu_offload(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a ds_config in which ZeRO itself swaps nothing: weights stay in their own files."""
+    zero = settings.get("zero_optimization") or {}
+    offload = zero.get("offload_param") or {}
+    if offload.get("device") != NVME:
+        return settings
+    return {
+        **settings,
+        "zero_optimization": {**zero, "offload_param": {**offload, "device": "cpu"}},
+    }
+
+
 def refuse_unsupported(engine: Any) -> None:
     """Refuse an engine that finepage cannot serve.
 
@@ -189,12 +212,12 @@ def refuse_unsupported(engine: Any) -> None:
                 f"{stock}."
             )
     offload = engine._config.zero_config.offload_param
-    target = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
-    if target != "cpu":
-        hint = "NVMe offload is not done yet. " if target == "nvme" else ""
+    target = "none" if offload is None else _name(offload.device)
+    if target not in ("cpu", NVME):
         raise ConfigError(
-            f"finepage keeps master copies in host memory; zero_optimization.offload_param.device "
-            f"is {target!r}. {hint}Set it to 'cpu', {stock}."
+            f"finepage keeps weights in host memory, or in the files of a checkpoint; "
+            f"zero_optimization.offload_param.device is {target!r}. Set it to 'cpu' or '{NVME}', "
+            f"{stock}."
         )
     if engine._config.zero_config.zero_quantized_weights:
         raise ConfigError(

@@ -21,8 +21,14 @@ from torch import nn
 from ds_finepage._compat.deepspeed import Init, PartitionedParamStatus, ZeroParamStatus
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution.device import device_of
-from ds_finepage.integrations.deepspeed.checkpoint_files import trim_heap
-from ds_finepage.integrations.deepspeed.deferred import DeferredTensor, Part, part_of, whole_of
+from ds_finepage.integrations.deepspeed.checkpoint_files import Region, trim_heap
+from ds_finepage.integrations.deepspeed.deferred import (
+    Call,
+    DeferredTensor,
+    Part,
+    part_of,
+    whole_of,
+)
 from ds_finepage.integrations.deepspeed.node_memory import shared
 from ds_finepage.integrations.deepspeed.ranks import Meetings
 
@@ -159,12 +165,15 @@ def read_parts(engine: Any, model: nn.Module) -> None:
     _give_to_zero(model, init, found, _masters(found, init.pin_memory))
 
 
-def read_whole(model: nn.Module, ds_config: Any) -> None:
-    """Make the parameters of an unread model ZeRO's on one rank, with masters that are read now.
+def read_whole(model: nn.Module, ds_config: Any, host_bytes: int) -> None:
+    """Make the parameters of an unread model ZeRO's on one rank.
+
+    Masters are read now. Where host memory has no room for all of them, they are mapped files.
 
     Args:
         model: As :func:`leave_unread` leaves it.
         ds_config: The active one.
+        host_bytes: What the masters may take.
 
     Raises:
         StoreError: A file of the checkpoint has changed.
@@ -173,9 +182,11 @@ def read_whole(model: nn.Module, ds_config: Any) -> None:
     _cast(model, init.dtype)
     found = [(parameter, each) for _, parameter, each in pending(model)]
     masters = []
+    stays_in_files = sum(each.whole.nbytes for _, each in found) > host_bytes
     for parameter, each in found:
         each.part = whole_of(each.whole)
-        masters.append(_master(parameter, each, init.pin_memory))
+        master = _mapped(parameter, each) if stays_in_files else None
+        masters.append(_master(parameter, each, init.pin_memory) if master is None else master)
     _give_to_zero(model, init, found, masters)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(init.local_device)
@@ -241,6 +252,19 @@ def _master(parameter: nn.Parameter, unread: Pending, is_pinned: bool) -> torch.
     master = device_of(where).new_pinned(nbytes).view(parameter.dtype)
     _read(parameter, unread, master)
     return master
+
+
+def _mapped(parameter: nn.Parameter, unread: Pending) -> torch.Tensor | None:
+    """Return the bytes of a file that are a parameter as they are; None where they are not."""
+    values: Any = unread.values
+    while isinstance(values.origin, Call) and values.origin.part == whole_of(parameter):
+        values = values.origin.args[0]  # a view
+    region = values.origin
+    if not isinstance(region, Region):
+        return None
+    if (region.shape, region.dtype) != (tuple(parameter.shape), parameter.dtype):
+        return None
+    return region.mapped()
 
 
 def _read(parameter: nn.Parameter, unread: Pending, master: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ model phase batch seq policy hardware weight_bytes kv_bytes kv_on_host budget_by
 min_budget_bytes peak_bytes host_bytes entry_reloaded_bytes reloaded_bytes offloaded_bytes
 kv_copied_bytes lower_bound_bytes predicted_ns compute_ns transfer_ns lower_bound_ns stall_ns
 num_tasks num_memory_dependencies capture_seconds plan_seconds layout_overhead weights num_ranks
-sent_bytes
+sent_bytes file_bytes least_file_bytes
 """
 
 
@@ -48,6 +48,30 @@ def test_json_is_one_object(plan: list[str], model: str, phase: str, cli: Cli) -
     assert found["num_tasks"] > 50
     assert found["layout_overhead"] >= 1
     assert found["capture_seconds"] > 0 and found["plan_seconds"] > 0
+
+
+def test_host_memory_is_a_budget_and_the_disk_lies_below_it(
+    plan: list[str], cli: Cli, tmp_path: Path
+) -> None:
+    given = [*plan, "--no-split", "--device-budget", "40%weights", "--host-memory"]
+    ample = cli.json(*given, 1 << 30)
+    assert ample["file_bytes"] == ample["least_file_bytes"] == 0
+    most_bytes = (24 << 20) + NUM_PARAMETERS // 2
+    found = cli.json(*given, most_bytes)
+    assert 0 < found["least_file_bytes"] <= found["file_bytes"] < found["reloaded_bytes"]
+    assert found["host_bytes"] <= most_bytes
+    assert found["reloaded_bytes"] == ample["reloaded_bytes"]
+    assert found["predicted_ns"] >= found["lower_bound_ns"]
+    assert found["lower_bound_ns"] >= found["least_file_bytes"] / 2e9 * 1e9
+    assert found["predicted_ns"] > ample["predicted_ns"]
+    assert "of these from files" in cli(*given, most_bytes).words
+    assert "of these from files" not in cli(*given, 1 << 30).words
+    # A machine whose disk is not known has no room for the model.
+    profile = tmp_path / "t4.json"
+    facts = json.loads(codec.dumps(load_profile("t4"))) | {"disk_bytes_per_s": 0.0}
+    profile.write_text(json.dumps(facts))
+    says = f"--host-memory is {most_bytes} bytes"
+    cli.refuses(*given, most_bytes, "--hardware", profile, says=says)
 
 
 def test_ample_memory_moves_nothing(plan: list[str], cli: Cli, tmp_path: Path) -> None:

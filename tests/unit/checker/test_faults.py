@@ -242,6 +242,10 @@ CASES = [
     Case(F.WEIGHT_OFFLOADED, paging, lambda m: replace(node(m, 3, kind=OFFLOAD), **PINNED)),
     Case(F.ROUTE_WRONG, paging, lambda m: replace(m, routed=(1,))),
     # The host.
+    Case(F.FILE_WRONG, paging, lambda m: replace(m, filed=(99,))),
+    Case(F.FILE_WRONG, paging, lambda m: replace(m, filed=(3,))),  # an input
+    Case(F.FILE_WRONG, paging, lambda m: replace(m, filed=(1, 0))),
+    Case(F.FILE_WRONG, paging, lambda m: replace(m, filed=(1, 1))),
     Case(F.HOST_SLOT_MISSING, paging, lambda m: replace(m, host_slots=())),
     Case(F.HOST_SLOT_MISSING, paging, lambda m: replace(m, host_slots=((2, 0), (99, 0)))),
     Case(

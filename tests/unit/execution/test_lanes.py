@@ -14,6 +14,7 @@ import torch
 
 from ds_finepage.execution import lanes as lanes_module
 from ds_finepage.execution.device import Accelerator
+from ds_finepage.execution.disk_lane import Handovers
 from ds_finepage.execution.lanes import CpuLanes, StreamLanes, make_lanes
 from ds_finepage.execution.program import LANES, Step
 from ds_finepage.graph.memgraph import Lane
@@ -181,10 +182,11 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
     lanes = CpuLanes(delay_seed=1, max_delay_us=70)
     lanes.run(program, logging_actions(program)[0])
     lanes.close()
-    assert {name for name, _ in slept} >= {f"finepage-{name}_0" for name in ("h2d", "d2h", "ranks")}
-    assert len({name for name, _ in slept}) == len(LANES) == 4
+    others = {f"finepage-{name}_0" for name in ("h2d", "d2h", "ranks", "disk")}
+    assert {name for name, _ in slept} >= others
+    assert len({name for name, _ in slept}) == len(LANES) == 5
     assert all(0 <= seconds <= 70e-6 for _, seconds in slept)
-    assert 0 < len(slept) < 800
+    assert 0 < len(slept) < 1000
 
 
 # --- ends ------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class PaperAccelerator(Accelerator):
         super().__init__(torch.device("cuda"))
         self.log: list[tuple[str, Any]] = []
         self.num_events = 0
-        self._names = iter(("h2d", "d2h", "ranks"))
+        self._names = iter(("h2d", "d2h", "ranks", "disk"))
         self._current = PaperStream(self.log, "compute")
         self._can_delay = can_delay
 
@@ -371,6 +373,76 @@ def test_delays_come_on_the_device_on_every_lane_and_keep_their_limit() -> None:
     found = [(what, us) for what, us in device.log if what.startswith("delay")]
     assert {what for what, _ in found} == {f"delay {lane.value}" for lane in LANES}
     assert all(0 < us <= 70 for _, us in found) and len(found) < 200
+
+
+@pytest.mark.parametrize("repeat", range(20))
+def test_reads_and_the_other_lanes_wait_for_each_other(repeat: int) -> None:
+    """On each side a stream waits only for events that the other thread has recorded."""
+    device = PaperAccelerator()
+    lines = ["disk r1", "compute t1 <r1", "disk r2 <t1", "h2d c", "compute t2 <r2 <c", "disk r3"]
+    program = program_of(*lines)
+    lanes = StreamLanes(device)
+    for _ in range(2):
+        actions, log = logging_actions(program)
+        lanes.run(program, actions)
+        assert sorted(log) == [*range(6)]
+        at = {node: i for i, node in enumerate(log)}
+        assert at[0] < at[1] < at[2] < at[4] and at[3] < at[4] and at[2] < at[5]
+    assert ("join", "disk") in device.log
+    lanes.close()
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_an_error_on_either_side_ends_both(failing: int) -> None:
+    device = PaperAccelerator()
+    program = program_of("disk r1", "compute t1 <r1", "disk r2 <t1", "compute t2 <r2", "disk r3")
+    lanes = StreamLanes(device)
+    actions, log = logging_actions(program)
+    actions[failing] = fail(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, actions)
+    assert log == [*range(failing)]
+    assert device.log[-1] == ("synchronize", None)
+    actions, log = logging_actions(program)  # the next pass is as if nothing had been
+    lanes.run(program, actions)
+    assert sorted(log) == [*range(5)]
+    lanes.close()
+
+
+def test_after_an_error_no_other_read_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes, program = StreamLanes(PaperAccelerator()), program_of("disk r1", "disk r2", "compute t")
+    actions, log = logging_actions(program)
+    gate, stop = Gate(), Handovers.stop
+
+    def stopped(handovers: Handovers, error: BaseException) -> None:
+        stop(handovers, error)
+        gate.open()
+
+    monkeypatch.setattr(Handovers, "stop", stopped)
+    actions[0], actions[2] = gate.wait, fail(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, actions)
+    assert log == []
+    lanes.close()
+
+
+def test_an_error_of_the_last_read_is_raised() -> None:
+    lanes, program = StreamLanes(PaperAccelerator()), program_of("compute t", "disk r")
+    actions, _ = logging_actions(program)
+    actions[1] = fail(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(program, actions)
+    lanes.close()
+
+
+def test_the_thread_of_the_disk_ends_with_the_lanes() -> None:
+    lanes, program = StreamLanes(PaperAccelerator()), program_of("disk r")
+    found: list[threading.Thread] = []
+    for _ in range(2):
+        lanes.run(program, {0: lambda: found.append(threading.current_thread())})
+    assert found[0] is found[1] is not threading.current_thread()
+    lanes.close()
+    assert not found[0].is_alive()
 
 
 def test_a_device_that_cannot_be_delayed_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.policies import PAGING
 from tests.unit.planning.sketches import chain, names, plan, sketch
 
-COMPUTE, H2D, D2H, _ = LANES
+COMPUTE, H2D, D2H, *_ = LANES
 UNIT = 64
 
 

@@ -120,13 +120,29 @@ def test_a_model_is_packed_before_deepspeed_has_it_and_may_be_cast(engines: Any)
     assert seen == [False, False]
 
 
+def test_nvme_means_the_files_of_the_checkpoint(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO itself would copy the weights to other files; a stock engine does so."""
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
+    given = {**SUPPORTED, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    for settings, expected in ((given, "cpu"), ({**given, "finepage": {}}, "nvme")):
+        engine = engines.DeepSpeedEngine(settings)
+        engine._config.zero_config.offload_param.device = "nvme"
+        assert engine._do_sanity_check() == "checked"
+        assert engine._config.zero_config.offload_param.device == expected
+        found = engine._config._param_dict["zero_optimization"]
+        assert found == {"stage": 3, "offload_param": {"device": expected}}
+    assert given["zero_optimization"]["offload_param"] == {"device": "nvme"}
+
+
 ZERO = "_config.zero_config"
 REFUSED: dict[str, tuple[Any, str]] = {
     "client_optimizer": (object(), "an optimizer was given"),
     "_config._param_dict": ({**SUPPORTED, "optimizer": {}}, "an optimizer was given"),
     "_config.zero_optimization_stage": (2, "stage is 2"),
     f"{ZERO}.offload_param": (None, "is 'none'"),
-    f"{ZERO}.offload_param.device": ("nvme", "is 'nvme'. NVMe offload is not done yet"),
+    f"{ZERO}.offload_param.device": ("disk", "is 'disk'. Set it to 'cpu' or 'nvme'"),
     f"{ZERO}.zero_quantized_weights": (True, "cannot read quantized"),
 }
 
