@@ -146,8 +146,8 @@ class CapturedModel:
         """Return the host memory without which the pass cannot run: a disk may have the weights."""
         if not profile.disk_bytes_per_s:
             return self.host_bytes
-        weights = (b.nbytes for b in self.graph.buffers if b.kind is BufferKind.WEIGHT)
-        return self.host_bytes - self.graph.weight_bytes + staging_bytes(max(weights, default=0))
+        largest = max(b.nbytes for b in self.graph.buffers if b.kind is BufferKind.WEIGHT)
+        return self.host_bytes - max(0, self.graph.weight_bytes - staging_bytes(largest))
 
     def _bytes_of(self, kind: BufferKind) -> int:
         return sum(b.nbytes for b in self.graph.buffers if b.kind is kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,11 +117,20 @@ def weights_of(named: Mapping[str, torch.Tensor], device: torch.device) -> list[
                 f"parameter {name} has a shape and no data: its storage was freed. "
                 f"Load the weights first."
             )
-    sources = files_of([data_of(parameter) for parameter in named.values()])
-    if sources and device_of(device).is_accelerator:
-        sources[0] = None  # transformers asks the first parameter where the model is
+    sources = sources_of([data_of(parameter) for parameter in named.values()], device)
     pairs = zip(named.items(), sources, strict=True)
     return [_plain_weight(name, parameter, device, source) for (name, parameter), source in pairs]
+
+
+def sources_of(tensors: Sequence[torch.Tensor], device: torch.device) -> list[FileRange | None]:
+    """Return the bytes of files that may be masters for a device; None for each that has none.
+
+    transformers asks the first parameter where the model is, so that one is in host memory.
+    """
+    sources = files_of(tensors)
+    if sources and device_of(device).is_accelerator:
+        sources[0] = None
+    return sources
 
 
 def refuse_watched(name: str, parameter: torch.Tensor) -> None:

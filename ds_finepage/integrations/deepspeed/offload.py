@@ -24,8 +24,8 @@ from ds_finepage._compat.deepspeed import (
 from ds_finepage.api import attach
 from ds_finepage.config import FinepageConfig
 from ds_finepage.execution.arena import byte_view
-from ds_finepage.execution.disk import FileRange, files_of
-from ds_finepage.execution.masters import HostWeight, refuse_watched, weights_of
+from ds_finepage.execution.disk import FileRange
+from ds_finepage.execution.masters import HostWeight, refuse_watched, sources_of, weights_of
 from ds_finepage.execution.watch import data_of, set_data
 from ds_finepage.integrations.deepspeed.patches import exchanged
 from ds_finepage.integrations.deepspeed.ranks import parts_of, ranks_of_model
@@ -136,7 +136,7 @@ def weights_of_zero(named: Mapping[str, torch.Tensor], device: torch.device) -> 
     plain = {name: p for name, p in named.items() if not hasattr(p, "ds_tensor")}
     found = {id(w.parameter): w for w in weights_of(plain, device)}
     parted: dict[str, Any] = {name: p for name, p in named.items() if name not in plain}
-    sources = files_of([parameter.ds_tensor.data for parameter in parted.values()])
+    sources = sources_of([parameter.ds_tensor.data for parameter in parted.values()], device)
     for (name, parameter), source in zip(parted.items(), sources, strict=True):
         refuse_watched(name, parameter)
         found[id(parameter)] = _partition_weight(name, parameter, source)

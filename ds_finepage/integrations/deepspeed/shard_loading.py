@@ -262,7 +262,8 @@ def _mapped(parameter: nn.Parameter, unread: Pending) -> torch.Tensor | None:
     region = values.origin
     if not isinstance(region, Region):
         return None
-    if (region.shape, region.dtype) != (tuple(parameter.shape), parameter.dtype):
+    is_other = (region.shape, region.dtype) != (tuple(parameter.shape), parameter.dtype)
+    if is_other or region.offset % region.dtype.itemsize:  # a header of another length
         return None
     return region.mapped()
 
