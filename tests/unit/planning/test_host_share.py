@@ -98,6 +98,9 @@ def test_a_read_goes_over_the_link_too(streaming: MemGraph) -> None:
     link_ns = NUM * UNIT / PROFILE.h2d_bytes_per_s * 1e9
     total_ns, bound_ns = predicted_ns(planned, PROFILE)
     assert link_ns <= bound_ns <= total_ns
+    as_fast = replace(PROFILE, disk_bytes_per_s=PROFILE.h2d_bytes_per_s)
+    half = with_files(streaming, names_of(streaming), [*sizes_of(streaming)][::2])
+    assert predicted_ns(half, as_fast)[0] >= 0.95 * link_ns  # all but the end of the last read
 
 
 def test_experts_in_parts_and_rows_of_a_table_are_read_from_no_file(streaming: MemGraph) -> None:
