@@ -44,6 +44,9 @@ NUM_PIECES = 4
 
 PAGE = mmap.PAGESIZE
 
+PAGES = "/proc/self/pagemap"
+"""Tells of each page of this process whether it is that of a file."""
+
 
 def staging_bytes(ahead_bytes: int) -> int:
     """Return the host memory of a reader that reads so many bytes ahead."""
@@ -75,16 +78,16 @@ class FileRange:
 def files_of(tensors: Sequence[torch.Tensor]) -> list[FileRange | None]:
     """Return the bytes of files that tensors show, unchanged; None for each that has its own.
 
-    Only Linux tells; elsewhere no tensor is found in a file.
+    Only Linux tells; elsewhere, and where its tables are hidden, no tensor is found in a file.
     """
     large = [t for t in tensors if t.is_cpu and t.nbytes >= LEAST_BYTES and t.is_contiguous()]
     large = [t for t in large if not t.is_inference()]  # its master is a copy
     if sys.platform != "linux" or not large:
         return [None] * len(tensors)
-    mappings = _mappings()
-    starts = [begin for begin, *_ in mappings]
     found: dict[int, FileRange | None] = {}
-    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+    with suppress(OSError), open(PAGES, "rb", buffering=0) as pages:
+        mappings = _mappings()
+        starts = [begin for begin, *_ in mappings]
         for tensor in large:
             begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
             i = bisect_right(starts, begin) - 1

@@ -76,6 +76,13 @@ def test_other_systems_find_no_file(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert files_of(mapped(path)) == [None] * 4
 
 
+def test_a_system_that_hides_its_tables_finds_no_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "PAGES", str(path.with_name("missing")))
+    assert files_of(mapped(path)) == [None] * 4
+
+
 @pytest.mark.parametrize(
     ("offset", "nbytes"),
     [
