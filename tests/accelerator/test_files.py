@@ -176,41 +176,28 @@ def test_a_file_that_is_cut_short_is_an_error_and_no_wrong_token(
     handle.detach()
 
 
-def test_a_read_error_is_that_of_the_call_and_the_next_one_works(
-    where: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=["error", "Ctrl-C"]
+)
+def test_after_an_error_or_ctrl_c_in_a_read_the_next_call_works(
+    where: torch.device, folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, model = token_ids(7), load(folder)
     handle = attached(model, where)
     expected = logits(model, ids.to(where))
+    says = r"bytes \d+ to \d+ cannot be read: Input/output" if isinstance(error, OSError) else ""
     with monkeypatch.context() as broken:
 
-        def fail(*given: Any) -> int:
-            raise OSError(5, "Input/output error")
+        def fail(*given: Any) -> Any:
+            raise error
 
-        broken.setattr(disk.os, "preadv", fail)
-        with pytest.raises(StoreError, match=r"bytes \d+ to \d+ cannot be read: Input/output"):
+        owner: Any = disk.os if says else disk.FileReader
+        broken.setattr(owner, "preadv" if says else "_copy", fail)
+        with pytest.raises(StoreError if says else KeyboardInterrupt, match=says or None):
             for _ in range(2):  # the first may have been read ahead
                 logits(model, ids.to(where))
     for _ in range(2):
         assert torch.equal(logits(model, ids.to(where)), expected)
-    handle.detach()
-
-
-def test_ctrl_c_in_a_read_leaves_the_model_as_it_was(
-    where: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, model = token_ids(7), load(folder)
-    handle = attached(model, where)
-    expected = logits(model, ids.to(where))
-    with monkeypatch.context() as pressed:
-
-        def press(*given: Any) -> Any:
-            raise KeyboardInterrupt
-
-        pressed.setattr(disk.FileReader, "_copy", press)
-        with pytest.raises(KeyboardInterrupt):
-            logits(model, ids.to(where))
-    assert torch.equal(logits(model, ids.to(where)), expected)
     handle.detach()
 
 
