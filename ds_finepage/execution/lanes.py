@@ -160,7 +160,7 @@ class StreamLanes:
         """
         self._device = device
         self._h2d, self._d2h, self._ranks, self._disk = (device.new_stream() for _ in range(4))
-        self._reader: tuple[int, ThreadPoolExecutor] | None = None  # of a process
+        self._disk_thread: tuple[int, ThreadPoolExecutor] | None = None  # of a process
         self._order: weakref.WeakKeyDictionary[Program, _Order] = weakref.WeakKeyDictionary()
         # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
         self._begin, self._end = device.new_event(), device.new_event()
@@ -193,9 +193,9 @@ class StreamLanes:
         """Forget streams and events."""
         self._device.synchronize()
         self._order.clear()
-        if self._reader is not None:
-            self._reader[1].shutdown()
-        self._reader, self._has_run = None, False
+        if self._disk_thread is not None:
+            self._disk_thread[1].shutdown()
+        self._disk_thread, self._has_run = None, False
 
     def _follow(self, stream: torch.Stream) -> None:
         if self._has_run:
@@ -254,9 +254,9 @@ class StreamLanes:
             except BaseException as error:
                 handovers.stop(error)
 
-        if self._reader is None or self._reader[0] != os.getpid():
-            self._reader = os.getpid(), ThreadPoolExecutor(1, f"finepage-{Lane.DISK.value}")
-        busy = self._reader[1].submit(read)
+        if self._disk_thread is None or self._disk_thread[0] != os.getpid():
+            self._disk_thread = os.getpid(), ThreadPoolExecutor(1, f"finepage-{Lane.DISK.value}")
+        busy = self._disk_thread[1].submit(read)
         try:
             self._enqueue_stretches(compute, stretches, actions)
         except BaseException as error:
