@@ -13,7 +13,9 @@ import torch
 
 from ds_finepage.errors import FinepageError, PlanInfeasibleError
 from ds_finepage.execution.stores import WeightTable
-from ds_finepage.integrations.transformers.drafting import why_not
+from ds_finepage.integrations.transformers.drafting import longest_draft, why_not
+from ds_finepage.integrations.transformers.preflight import CacheUse
+from ds_finepage.integrations.transformers.price import MOST_ROOM_SHARE
 from ds_finepage.runtime.attachment import Attachment
 from ds_finepage.runtime.drafts import Draft
 from ds_finepage.runtime.interception import PlannedCall
@@ -34,12 +36,14 @@ class Assistance:
     Attributes:
         draft: The draft.
         attachment: All that is installed in its modules.
+        use_alone: How the generation of this turn would use its KV cache without a draft.
     """
 
     def __init__(self, calls: CallTaker, weights: WeightTable, runner: PlanRunner) -> None:
         """Begin without a draft."""
         self.draft: Draft | None = None
         self.attachment: Attachment | None = None
+        self.use_alone = CacheUse()
         self._calls, self._weights, self._runner = calls, weights, runner
         self._said: set[str] = set()  # why generations ran without the draft
         self._lost: weakref.WeakSet[Any] = weakref.WeakSet()  # models that do not pay as drafts
@@ -70,10 +74,16 @@ class Assistance:
                 self.drop()
                 raise
             if not self._calls.shares_weights(draft):
+                missing_bytes = self._calls.weight_bytes + draft.nbytes - settings.budget_bytes
+                if missing_bytes > 0:
+                    share = min(MOST_ROOM_SHARE, draft.nbytes / missing_bytes)
+                    draft.generation.price.room_share = share
                 draft.generation.give_up = self._give_up
             draft.generation.num_plans = lambda: self._runner.counters.num_plans
             self._runner.live.note_more(draft.weights)
-            self._runner.live.caller_bytes = draft.generation.limit(settings.budget_bytes)
+            draft.generation.price.most, self._runner.live.caller_bytes = longest_draft(
+                draft.generation.vocabulary, settings.budget_bytes
+            )
 
     def remove(self) -> None:
         """Give the draft its own calls back, and its weights their places."""
@@ -107,9 +117,11 @@ class Assistance:
         with self._calls.lock:
             self._lost.add(self.draft.model)
             self._runner.live.forget(self.draft.weights)
-            self._runner.live.caller_bytes = self.draft.generation.limit(budget_bytes=0)
+            # transformers goes on as if a token were drafted.
+            _, self._runner.live.caller_bytes = longest_draft(self.draft.generation.vocabulary, 0)
             self._runner.leave_no_room()
             self._runner.draft_home_bytes = 0
+            self._runner.kv_offload.use = self.use_alone
             self.draft.move_back()
 
     @property
@@ -197,10 +209,8 @@ class Assistance:
 
     def can_repeat(self, kwargs: Mapping[str, Any]) -> bool:
         """Tell whether a refused generation can begin again, without the draft of the model."""
-        draft = self.draft
-        if draft is None or not draft.assists_all or kwargs.get("streamer") is not None:
-            return False
-        return not draft.generation.has_tokens
+        has_own = self.draft is not None and self.draft.assists_all
+        return has_own and kwargs.get("streamer") is None
 
     def refusal(self, error: PlanInfeasibleError) -> PlanInfeasibleError:
         """Drop the draft after an error, and return one that says what the draft took."""

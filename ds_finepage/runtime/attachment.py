@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,12 +84,11 @@ class PlannedGeneration(ReplacedMethod):
         self._calls.preflight(args, kwargs)
         assistance = self._calls.assistance
         with assistance.turn(self._module, args, kwargs) as given:
-            use = cache_use_of(
-                self._module,
-                args,
-                given,
-                budget_bytes=self._calls.budget_bytes() - assistance.draft_bytes,
-                weight_bytes=self._calls.weight_bytes,
+            budget_bytes, weight_bytes = self._calls.budget_bytes(), self._calls.weight_bytes
+            use_of = partial(cache_use_of, self._module, args, given, weight_bytes=weight_bytes)
+            assistance.use_alone = use_of(budget_bytes=budget_bytes, is_assisted=False)
+            use = use_of(
+                budget_bytes=budget_bytes - assistance.draft_bytes,
                 is_assisted=is_assisted(self._module, args, given),
             )
             try:

@@ -105,6 +105,7 @@ class DraftGeneration(ReplacedMethod):
         price: What was seen of the draft.
         give_up: Called where the draft does not pay, once.
         num_plans: Returns how many plans were made so far.
+        vocabulary: Tokens that the draft knows.
     """
 
     def __init__(self, module: Any, *, is_stand_in: bool) -> None:
@@ -116,25 +117,11 @@ class DraftGeneration(ReplacedMethod):
         self._sequence = _Sequence()
         self._has_failed = False
         self._is_first = True
-        self._vocabulary: int = module.config.get_text_config().vocab_size
-
-    def limit(self, budget_bytes: int) -> int:
-        """Limit the length of drafts, so that their logits are a small part of a budget.
-
-        Returns:
-            The bytes that they take on the device.
-        """
-        self.price.most, nbytes = longest_draft(self._vocabulary, budget_bytes)
-        return nbytes
+        self.vocabulary: int = module.config.get_text_config().vocab_size
 
     def begin(self) -> None:
         """Begin a sequence, or forget the last one."""
         vars(self._sequence).clear()
-
-    @property
-    def has_tokens(self) -> bool:
-        """True where the model has made some tokens of the sequence."""
-        return self._sequence.num_rounds > 1
 
     def see_pass(self, kwargs: Mapping[str, Any]) -> None:
         """See a call of the model."""
@@ -169,14 +156,13 @@ class DraftGeneration(ReplacedMethod):
         if self.give_up is not None and self.price.has_lost:
             self.give_up()
             self.give_up = None
-        if self.price.has_lost:
-            length = 0
+            self.price.most = length = 0
         sequence.num_drafted, sequence.num_tokens = 0, ids.shape[1]
         begin_ns, num_plans = time.perf_counter_ns(), self.num_plans()
         found = self._drafted(kwargs, length) if length else None
         sequence.left_ns, sequence.num_plans = time.perf_counter_ns(), self.num_plans()
         if found is None:
-            return _nothing(self._vocabulary, kwargs)
+            return _nothing(self.vocabulary, kwargs)
         sequence.num_drafted = len(found.scores)
         if sequence.num_plans == num_plans:
             self.price.note_steps(sequence.num_drafted, sequence.left_ns - begin_ns)

@@ -21,18 +21,19 @@ FIRST_LENGTH = 6
 PRIOR_ACCEPTANCE = 0.8
 """Taken for the chance of a token before any was checked."""
 
-PRIOR_WEIGHT = 1.0
+PRIOR_WEIGHT = 3.0
 """For so many checked tokens the prior counts."""
 
 MEMORY = 0.96
 """What a checked token counts, relative to the next one. So the last 25 count. With fewer, their
 noise chooses a length that costs 6% of the tokens a second; with more, a change is seen late."""
 
-ROUNDS_BETWEEN_TRIALS = 16
-"""If drafting does not pay, a single token is drafted so often, in case it begins to."""
+ROUNDS_BETWEEN_TRIALS = 8
+"""If drafting does not pay, a single token is drafted so often, in case it begins to. A draft that
+has not been worth its room for twice as many rounds gives it back."""
 
-ROUNDS_TO_GIVE_UP = 2 * ROUNDS_BETWEEN_TRIALS
-"""A draft that has not paid for so many rounds, nor in a trial, gives its room back."""
+MOST_ROOM_SHARE = 1 / 3
+"""More of a pass is never expected to be saved: ops take their time, whatever is copied."""
 
 NUM_TIMES = 5
 """The last times whose median counts. The first ones, which capture and plan, pass by."""
@@ -47,12 +48,14 @@ class Price:
         num_accepted: Those of them that the model agreed with.
         num_checks: Passes of the model that checked some.
         most: The longest draft that may be made.
+        room_share: Share of a pass's time that the model would save with the room of the draft.
     """
 
     num_drafted: int = 0
     num_accepted: int = 0
     num_checks: int = 0
     most: int = LENGTHS[-1]
+    room_share: float = 0.0
     _accepted: float = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
     _checked: float = PRIOR_WEIGHT
     _step_ns: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMES))
@@ -61,8 +64,8 @@ class Price:
 
     @property
     def has_lost(self) -> bool:
-        """True where drafting has not paid for many rounds on end."""
-        return self._num_idle >= ROUNDS_TO_GIVE_UP
+        """True where drafting has not been worth its room for many rounds on end."""
+        return self._num_idle >= 2 * ROUNDS_BETWEEN_TRIALS
 
     @property
     def acceptance(self) -> float:
@@ -93,9 +96,10 @@ class Price:
             return min(FIRST_LENGTH, self.most)
         step_ns, pass_ns = map(statistics.median, (self._step_ns, self._pass_ns))
         best = best_length(self.acceptance, step_ns, pass_ns, self.most)
-        self._num_idle = 0 if best else self._num_idle + 1
-        is_trial = self._num_idle and not self._num_idle % ROUNDS_BETWEEN_TRIALS
-        return LENGTHS[1] if is_trial else best
+        gain = tokens_a_round(self.acceptance, best) / (1 + best * step_ns / pass_ns)
+        self._num_idle = 0 if gain * (1 - self.room_share) > 1 else self._num_idle + 1
+        is_trial = not best and not self._num_idle % ROUNDS_BETWEEN_TRIALS
+        return min(LENGTHS[1], self.most) if is_trial else best
 
 
 def tokens_a_round(acceptance: float, length: int) -> float:
@@ -112,8 +116,5 @@ def best_length(acceptance: float, step_ns: float, pass_ns: float, most: int = L
         pass_ns: Nanoseconds of a pass of the model.
         most: The largest length.
     """
-
-    def tokens_a_second(length: int) -> float:
-        return tokens_a_round(acceptance, length) / (length * step_ns + pass_ns)
-
-    return max((length for length in LENGTHS if length <= most), key=tokens_a_second)
+    lengths = [length for length in LENGTHS if length <= most]
+    return max(lengths, key=lambda k: tokens_a_round(acceptance, k) / (k * step_ns + pass_ns))

@@ -123,7 +123,7 @@ def test_the_speed_of_a_round() -> None:
         budget_bytes=8, draft_bytes=4, shared_bytes=2, most=9, step_ns=10**6, pass_ns=10**8,
         plain_ns=5 * 10**7, reloaded_bytes=9, plain_reloaded_bytes=6,
     )  # fmt: skip
-    assert point.plain_tokens_per_s == 20
+    assert point.gain(0.9) == pytest.approx(point.tokens_per_s(0.9) / 20)
     length = point.length(0.9)
     assert length == best_length(0.9, 1e6, 1e8, 9) == 9
     assert point.tokens_per_s(0.9) == pytest.approx(tokens_a_round(0.9, 9) * 1e9 / 1.09e8)

@@ -10,7 +10,6 @@ from ds_finepage.integrations.transformers.price import (
     LENGTHS,
     PRIOR_ACCEPTANCE,
     ROUNDS_BETWEEN_TRIALS,
-    ROUNDS_TO_GIVE_UP,
     Price,
     best_length,
     tokens_a_round,
@@ -82,16 +81,28 @@ def test_the_last_rounds_count_most() -> None:
 
 
 def test_a_draft_that_is_never_right_rests_and_is_tried_now_and_then() -> None:
-    price = noted([(6, 0)] * 32)
+    price = noted([(6, 0)] * 60)
     lengths = [price.length() for _ in range(2 * ROUNDS_BETWEEN_TRIALS)]
     assert sum(lengths) == 2
     assert lengths[ROUNDS_BETWEEN_TRIALS - 1] == lengths[-1] == 1
     assert price.has_lost
-    price = noted([(6, 0)] * 32)
-    assert not any(price.has_lost for _ in range(ROUNDS_TO_GIVE_UP - 1) if price.length() >= 0)
     for _ in range(40):
         price.note_check(6, 6)
     assert price.length() and not price.has_lost  # it pays again
+    price.most = 0  # it is given up
+    assert {price.length() for _ in range(2 * ROUNDS_BETWEEN_TRIALS)} == {0}
+
+
+@pytest.mark.parametrize(("room_share", "num_rounds"), [(0.0, None), (0.1, None), (1 / 3, 16)])
+def test_a_draft_has_to_be_worth_its_room(room_share: float, num_rounds: int | None) -> None:
+    price = noted([(1, 1), (6, 0), (6, 0), (6, 0)] * 20)  # of four tokens one is right: 1.2 times
+    assert price.length() == 1
+    price.room_share, price._num_idle = room_share, 0
+    lost = (n for n in range(1, 100) if price.length() and price.has_lost)
+    assert next(lost, None) == num_rounds
+    price = noted([(6, 6)] * 30)
+    price.room_share = room_share
+    assert not any(price.has_lost for _ in range(100) if price.length())
 
 
 def test_a_slow_first_round_is_forgotten() -> None:
