@@ -31,19 +31,13 @@ from ds_finepage.integrations.transformers.price import (
     tokens_a_round,
 )
 from ds_finepage.packing.form import PackedForm
-from ds_finepage.reporting.figures import PlanFigures
+from ds_finepage.planning.budget import FULL_SHARE, competes
 from ds_finepage.reporting.tabular import table_of
-from ds_finepage.runtime.drafts import STAND_IN, STAND_IN_FORM, room_to_share
+from ds_finepage.runtime.drafts import STAND_IN, STAND_IN_FORM, TYPICAL_LENGTH, room_to_share
 from ds_finepage.units import NS_PER_S, format_bytes, format_ns
 from ds_finepage.whatif import CapturedModel, capture_model, plan_captured, plan_resident
 
 logger = logging.getLogger(__name__)
-
-TYPICAL_LENGTH = 1024
-"""Tokens in the KV cache for which a draft is chosen before any prompt is known."""
-
-LEAST_GAIN = 1.1
-"""Below, a draft is not worth its loading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +146,7 @@ def wins(module: Any, budget_bytes: int, profile: HardwareProfile, form: PackedF
     except (AttributeError, FinepageError) as error:
         logger.info("nothing is known of a draft of %s: %s", type(module).__name__, error)
         return False
-    return point is not None and point.gain(PRIOR_ACCEPTANCE) >= LEAST_GAIN
+    return point is not None and point.gain(PRIOR_ACCEPTANCE) >= 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,32 +174,33 @@ class Drafted:
         draft_ns, model_ns = (
             plan_resident(c, self.profile).figures.predicted_ns for c in (self.draft, self.model)
         )
+        planned = partial(plan_captured, profile=self.profile)
         for budget_bytes in budgets:
             most, logits_bytes = longest_draft(self.vocabulary, budget_bytes)
-            plain = self._planned(self.model, budget_bytes)
+            plain = planned(self.model, budget_bytes=budget_bytes).figures
             try:
                 shared_bytes, own_bytes = self._divided(budget_bytes)
                 beside = own_bytes + logits_bytes + self._table_bytes
-                found = self._planned(self.check, budget_bytes - beside)
+                found = planned(self.check, budget_bytes=budget_bytes - beside).figures
             except PlanInfeasibleError:
                 yield None
                 continue
-            share = shared_bytes / self.model.graph.weight_bytes
+            weight_bytes, kv_bytes = self.model.graph.weight_bytes, self.model.kv_bytes
+            share, room_bytes = shared_bytes / weight_bytes, budget_bytes - shared_bytes - own_bytes
+            step_ns = share * model_ns + (1 - share) * draft_ns
+            if self.is_stand_in and competes(kv_bytes, weight_bytes, room_bytes, share=FULL_SHARE):
+                step_ns += kv_bytes / self.profile.h2d_bytes_per_s * NS_PER_S
             yield DraftedPoint(
                 budget_bytes=budget_bytes,
                 draft_bytes=shared_bytes + own_bytes,
                 shared_bytes=shared_bytes,
                 most=most,
-                step_ns=round(share * model_ns + (1 - share) * draft_ns),
+                step_ns=round(step_ns),
                 pass_ns=found.predicted_ns,
                 plain_ns=plain.predicted_ns,
                 reloaded_bytes=found.reloaded_bytes,
                 plain_reloaded_bytes=plain.reloaded_bytes,
             )
-
-    def _planned(self, captured: CapturedModel, budget_bytes: int) -> PlanFigures:
-        planned = plan_captured(captured, budget_bytes=budget_bytes, profile=self.profile)
-        return planned.figures
 
     def _divided(self, budget_bytes: int) -> tuple[int, int]:
         """Return the bytes that the draft shares with the model, and those that only it has."""
@@ -222,6 +217,7 @@ class Drafted:
         room_bytes = room_to_share(
             draft.weight_bytes,
             largest_bytes=max(n // num_matrices.get(name, 1) for name, n in layers.items()),
+            cache_bytes=self.model.kv_bytes,
             vocabulary=self.vocabulary,
             budget_bytes=budget_bytes,
         )

@@ -65,8 +65,7 @@ class Assistance:
             try:
                 if self._calls.shares_weights(draft):
                     self._calls.take_weights()  # those that both have are now the draft's
-                draft.move_to(settings.device)
-                self._runner.draft_home_bytes = draft.home_bytes
+                self._runner.draft_home_bytes = draft.move_to(settings.device)
                 self.attachment = Attachment(
                     draft.model, self._weights, self._calls, settings.device, draft.generation
                 )
@@ -123,11 +122,6 @@ class Assistance:
             self._runner.draft_home_bytes = 0
             self._runner.kv_offload.use = self.use_alone
             self.draft.move_back()
-
-    @property
-    def draft_bytes(self) -> int:
-        """Bytes of the budget that are the draft's."""
-        return 0 if self.draft is None else self.draft.nbytes
 
     def attachment_of(self, module: torch.nn.Module) -> Attachment | None:
         """Return the attachment of the draft for a module of it; None for any other."""

@@ -85,10 +85,11 @@ class PlannedGeneration(ReplacedMethod):
         assistance = self._calls.assistance
         with assistance.turn(self._module, args, kwargs) as given:
             budget_bytes, weight_bytes = self._calls.budget_bytes(), self._calls.weight_bytes
+            draft_bytes = 0 if assistance.draft is None else assistance.draft.nbytes
             use_of = partial(cache_use_of, self._module, args, given, weight_bytes=weight_bytes)
             assistance.use_alone = use_of(budget_bytes=budget_bytes, is_assisted=False)
             use = use_of(
-                budget_bytes=budget_bytes - assistance.draft_bytes,
+                budget_bytes=budget_bytes - draft_bytes,
                 is_assisted=is_assisted(self._module, args, given),
             )
             try:

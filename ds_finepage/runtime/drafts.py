@@ -16,19 +16,28 @@ import torch
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.execution.watch import data_of, set_data
 from ds_finepage.integrations.transformers import drafting
+from ds_finepage.integrations.transformers.preflight import Longest, kv_bytes
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import layers_to_pack
 from ds_finepage.packing.stand_in import stand_in_for
+from ds_finepage.planning.budget import FULL_SHARE
 from ds_finepage.planning.finepage.stacking import spread_order
 from ds_finepage.runtime.stats import Stats
 from ds_finepage.units import format_bytes
 
-STREAM_SHARE = 0.125
-"""Of the budget, what a stand-in leaves to the model: for its stream, KV cache and activations.
-What tables of logits take comes on top."""
+STREAM_SHARE = 16
+"""A stand-in leaves at least one part in so many of the budget to the model: for its stream, KV
+cache and activations. What tables of logits take comes on top."""
 
 STREAM_MATRICES = 3
 """It leaves at least as many times the largest matrix."""
+
+TYPICAL_LENGTH = 1024
+"""Tokens in the KV cache for which a draft is chosen before any prompt is known."""
+
+MOST_CACHE_SHARE = 5
+"""Room is left for such a KV cache, since each step of a draft reads it, up to one part in so many
+of the budget."""
 
 STAND_IN = "stand-in"
 
@@ -86,11 +95,6 @@ class Draft:
             num_checks=price.num_checks,
         )
 
-    @property
-    def home_bytes(self) -> int:
-        """Bytes in host memory of weights that are on the device meanwhile."""
-        return sum(home.nbytes for _, home in self._homes)
-
     def require_room(self, budget_bytes: int) -> None:
         """Refuse a draft that leaves nothing of a budget to the model.
 
@@ -104,13 +108,18 @@ class Draft:
                 f"the model needs room too. Raise finepage.device_budget or take a smaller draft."
             )
 
-    def move_to(self, device: torch.device) -> None:
-        """Copy the weights to a device, also to the CPU, where the budget counts them too."""
+    def move_to(self, device: torch.device) -> int:
+        """Copy the weights to a device, also to the CPU, where the budget counts them too.
+
+        Returns:
+            The bytes of their homes in host memory.
+        """
         self._homes = [(weight, data_of(weight)) for weight in self._with_home]
         for weight, home in self._homes:
             set_data(weight, home.to(device, copy=True))
         for weight in self.weights:  # packed copies live on the device only
             set_data(weight, data_of(weight).to(device))
+        return sum(home.nbytes for _, home in self._homes)
 
     def move_back(self) -> None:
         """Move the weights back, with what was written meanwhile."""
@@ -138,10 +147,12 @@ def stand_in_of(model: Any, budget_bytes: int, form: PackedForm) -> Any:
     itemsize = model.dtype.itemsize
     copies = {name: form.nbytes(n // itemsize, itemsize) for name, n in sizes.items()}
     all_bytes = sum({id(p): p.nbytes for p in model.parameters()}.values())
-    layers = [model.get_submodule(name) for name in sizes]
+    weights = [p for name in sizes for p in model.get_submodule(name).parameters()]
+    typical = Longest(1, TYPICAL_LENGTH, TYPICAL_LENGTH)
     room_bytes = room_to_share(
         all_bytes - sum(sizes.values()) + sum(copies.values()),
-        largest_bytes=max(_matrix_bytes(p) for layer in layers for p in layer.parameters()),
+        largest_bytes=max(p.nbytes // (len(p) if p.dim() == 3 else 1) for p in weights),
+        cache_bytes=kv_bytes(model.config, model.dtype, typical) or 0,
         vocabulary=model.config.get_text_config().vocab_size,
         budget_bytes=budget_bytes,
     )
@@ -158,7 +169,7 @@ def stand_in_of(model: Any, budget_bytes: int, form: PackedForm) -> Any:
 
 
 def room_to_share(
-    least_bytes: int, *, largest_bytes: int, vocabulary: int, budget_bytes: int
+    least_bytes: int, *, largest_bytes: int, cache_bytes: int, vocabulary: int, budget_bytes: int
 ) -> int:
     """Return the bytes that a stand-in may take beyond the least, to share layers of its model.
 
@@ -167,6 +178,7 @@ def room_to_share(
     Args:
         least_bytes: Bytes of a stand-in that has packed copies of all layers.
         largest_bytes: Bytes of the largest matrix in a layer.
+        cache_bytes: Bytes of the KV cache of the model.
         vocabulary: Tokens that the model knows.
         budget_bytes: The budget of both.
 
@@ -176,8 +188,9 @@ def room_to_share(
 
     def bytes_beside(budget_bytes: int) -> int:
         _, logits_bytes = drafting.longest_draft(vocabulary, budget_bytes)
-        stream_bytes = max(int(STREAM_SHARE * budget_bytes), STREAM_MATRICES * largest_bytes)
-        return stream_bytes + logits_bytes
+        both_bytes = min(FULL_SHARE * cache_bytes + 1, budget_bytes // MOST_CACHE_SHARE)
+        stream_bytes = max(budget_bytes // STREAM_SHARE, STREAM_MATRICES * largest_bytes)
+        return max(stream_bytes, both_bytes) + logits_bytes
 
     room_bytes = budget_bytes - bytes_beside(budget_bytes) - least_bytes
     if room_bytes < 0:
@@ -192,8 +205,3 @@ def room_to_share(
             need,
         )
     return room_bytes
-
-
-def _matrix_bytes(weight: torch.Tensor) -> int:
-    """Return the bytes of a weight, or of one expert's part of it."""
-    return weight.nbytes // (len(weight) if weight.dim() == 3 else 1)

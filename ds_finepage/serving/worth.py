@@ -12,10 +12,10 @@ from transformers import AutoConfig
 
 from ds_finepage.capture.models import positions_of
 from ds_finepage.config import DeviceBudget
-from ds_finepage.drafted import TYPICAL_LENGTH
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.planning.budget import budget_on
+from ds_finepage.runtime.drafts import TYPICAL_LENGTH
 from ds_finepage.whatif import capture_model, forms_of, plan_captured
 
 USUAL_POSITIONS = 4096

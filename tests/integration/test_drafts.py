@@ -455,8 +455,9 @@ def test_a_draft_in_a_folder_is_loaded(llama: Any, tmp_path: Path) -> None:
     ("share", "rate", "wins"), [(80, 1e6, True), (80, 1e12, False), (300, 1e6, False)]
 )
 def test_auto_takes_a_stand_in_where_it_is_predicted_to_win(
-    llama: Any, caplog: pytest.LogCaptureFixture, share: int, rate: float, wins: bool
+    caplog: pytest.LogCaptureFixture, share: int, rate: float, wins: bool
 ) -> None:
+    llama = make_model("llama", **LAYERS, num_key_value_heads=1, max_position_embeddings=64)
     expected = generate(llama)
     profile = replace(load_profile("t4"), h2d_bytes_per_s=rate)
     budget = f"{share}%weights"

@@ -47,6 +47,19 @@ def test_a_stand_in_shares_what_there_is_room_for(cli: Cli, given: list[str]) ->
     assert "with the draft stand-in: tok/s at an acceptance of" in said.words
 
 
+def test_a_step_of_a_stand_in_reads_a_cache_without_room(
+    cli: Cli, given: list[str], tmp_path: Path
+) -> None:
+    longer = small_model(tmp_path, "longer", max_position_embeddings=512)
+    steps_ns = []
+    for seq in ("32", "400"):
+        words = [*given, "--model", str(longer), "--seq", seq]
+        (found,) = plan(cli, words, WEIGHTS * 8 // 10, "stand-in")
+        steps_ns.append(found["step_ns"])
+    copies_ns = 10 * 2 * 2 * 256 * 2 * 400  # keys and values of two layers, at 0.1 GB/s
+    assert steps_ns[1] == steps_ns[0] + copies_ns
+
+
 def test_another_model_takes_its_weights_and_its_cache(
     cli: Cli, given: list[str], tmp_path: Path
 ) -> None:

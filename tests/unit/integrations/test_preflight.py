@@ -249,9 +249,7 @@ class Watcher:
     shares_steps = False
     budget_bytes = staticmethod(lambda: 1000)
     weight_bytes = 1000
-    assistance = SimpleNamespace(
-        turn=lambda module, args, kwargs: nullcontext(kwargs), draft_bytes=0
-    )
+    assistance = SimpleNamespace(turn=lambda module, args, kwargs: nullcontext(kwargs), draft=None)
 
     def __init__(self, order: list[Any]) -> None:
         self.order = order
