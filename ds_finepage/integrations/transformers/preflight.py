@@ -95,7 +95,7 @@ def cache_use_of(
         weight_bytes: Bytes of all weights.
         is_assisted: Tokens are drafted. A step of a stand-in reads the cache too, so it competes
             only where it would have no room in the end. It then has room for all rows at once,
-            because few passes follow each plan.
+            and where it would double more than twice, because few passes follow each plan.
     """
     longest = longest_of(module, args, kwargs)
     num_rows = None if longest is None else longest.num_tokens - 1  # no step reads the last token
@@ -103,11 +103,13 @@ def cache_use_of(
     dtype, nbytes = getattr(module, "dtype", None), None
     if longest is not None and dtype is not None:
         nbytes = kv_bytes(module.config, dtype, longest)
-    if nbytes is None:
+    if longest is None or nbytes is None:
         return CacheUse(num_rows, is_reordered)
     small, large = (LARGE_SHARE, FULL_SHARE) if is_assisted else (SMALL_SHARE, LARGE_SHARE)
     moves = not is_reordered and competes(nbytes, weight_bytes, budget_bytes, share=large)
-    at_once = is_small(nbytes, budget_bytes, share=small) or (is_assisted and moves)
+    doubles_often = longest.num_tokens > 4 * longest.prompt_tokens
+    at_once = is_small(nbytes, budget_bytes, share=small)
+    at_once = at_once or (is_assisted and (moves or doubles_often))
     return CacheUse(num_rows, is_reordered, is_made_at_once=at_once, competes=moves)
 
 

@@ -212,6 +212,11 @@ def test_a_cache_takes_room_at_once_or_competes_or_grows() -> None:
     assert use(few, is_assisted=True, **asked) == (True, False)
     assert use(few - 1, is_assisted=True, **asked) == (False, False)
     assert use(2 * nbytes + 1, is_assisted=True, **asked) == (False, False)
+    longer = {"max_new_tokens": 3 * IDS.shape[1]}
+    assert use(few - 1, is_assisted=True, **longer)[0] is False
+    longer["max_new_tokens"] += 1  # it would double more than twice, and few passes follow a plan
+    assert use(few - 1, is_assisted=True, **longer)[0] is True
+    assert use(few - 1, **longer)[0] is False
     assert use(2 * nbytes, is_assisted=True, **asked) == (True, True)
     assert use(few, **asked) == (False, True)
     assert use(few, few - nbytes, **asked) == (False, False)  # all of it fits
