@@ -188,9 +188,9 @@ def room_to_share(
 
     def bytes_beside(budget_bytes: int) -> int:
         _, logits_bytes = drafting.longest_draft(vocabulary, budget_bytes)
-        both_bytes = min(FULL_SHARE * cache_bytes + 1, budget_bytes // MOST_CACHE_SHARE)
+        rows_bytes = min(FULL_SHARE * cache_bytes + 1, budget_bytes // MOST_CACHE_SHARE)
         stream_bytes = max(budget_bytes // STREAM_SHARE, STREAM_MATRICES * largest_bytes)
-        return max(stream_bytes, both_bytes) + logits_bytes
+        return max(stream_bytes, rows_bytes) + logits_bytes
 
     room_bytes = budget_bytes - bytes_beside(budget_bytes) - least_bytes
     if room_bytes < 0:

@@ -67,10 +67,12 @@ def test_host_memory_is_a_budget_and_the_disk_lies_below_it(
     assert found["lower_bound_ns"] >= found["least_file_bytes"] / 2e9 * 1e9
     assert "of these from files" in cli(*given, most_bytes).words
     assert "of these from files" not in cli(*given, 1 << 30).words
+    profile, facts = tmp_path / "t4.json", json.loads(codec.dumps(load_profile("t4")))
+    profile.write_text(json.dumps(facts | {"disk_bytes_per_s": 1e8}))
+    slow = cli.json(*given, most_bytes, "--hardware", profile)
+    assert slow["predicted_ns"] >= slow["file_bytes"] * 10 > ample["predicted_ns"]
     # A machine whose disk is not known has no room for the model.
-    profile = tmp_path / "t4.json"
-    facts = json.loads(codec.dumps(load_profile("t4"))) | {"disk_bytes_per_s": 0.0}
-    profile.write_text(json.dumps(facts))
+    profile.write_text(json.dumps(facts | {"disk_bytes_per_s": 0.0}))
     says = f"--host-memory is {most_bytes} bytes"
     cli.refuses(*given, most_bytes, "--hardware", profile, says=says)
 
