@@ -32,7 +32,7 @@ from ds_finepage.execution.file_weights import AHEAD_SHARE
 from ds_finepage.execution.host_memory import host_memory
 from ds_finepage.execution.large_buffers import LargeBuffers
 from ds_finepage.execution.masters import weights_of
-from ds_finepage.execution.probe import context_margin_bytes, probe
+from ds_finepage.execution.probe import context_margin_bytes, probe, with_measured_host
 from ds_finepage.execution.stores import TakeWeights, WeightTable
 from ds_finepage.execution.subclasses import TakenApart
 from ds_finepage.graph.hardware import HardwareProfile
@@ -322,7 +322,7 @@ def _draft_of(
     config, budget_bytes = settings.config, settings.budget_bytes
     if not isinstance(given, torch.nn.Module) and config.draft == "off":
         return None
-    if ranks.collects_weights or not ranks.has_whole_model:
+    if _share_model(ranks):
         raise ConfigError(
             "draft: several ranks share the model, and a draft has one. Leave out finepage.draft."
         )
@@ -373,6 +373,24 @@ def _pack(module: torch.nn.Module, config: FinepageConfig, where: torch.device) 
     set_fused(module, config.fused_unpacking and reason is None)
 
 
+def _why_no_host(config: FinepageConfig, weights: WeightTable, ranks: Ranks) -> str | None:
+    """Return why the host computes no products; None if it may."""
+    if config.host_compute == "off":
+        return "it is off"
+    if not policy_named(config.policy).is_cyclic:
+        return f"policy {config.policy} computes everything on the device"
+    if _share_model(ranks):
+        return "several ranks share the model"
+    if weights.files.sources:
+        return "weights lie in files, because host_budget has no room for them"
+    return None
+
+
+def _share_model(ranks: Ranks) -> bool:
+    """Tell whether several ranks have the model together."""
+    return ranks.collects_weights or not ranks.has_whole_model
+
+
 def _run_settings(
     config: FinepageConfig,
     where: torch.device,
@@ -387,6 +405,12 @@ def _run_settings(
     host_budget_bytes = _host_budget_of(config, weights)
     scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
     rates = profile or probe(where, scratch_bytes=scratch_bytes)
+    if (why := _why_no_host(config, weights, ranks)) is not None:
+        if config.host_compute != "off":
+            logger.warning("finepage.host_compute has no effect: %s", why)
+        rates = rates.without_host
+    elif not rates.has_host:
+        rates = with_measured_host(rates, where, scratch_bytes=scratch_bytes)
     return RunSettings(
         config=config,
         device=where,

@@ -361,6 +361,9 @@ class FinepageConfig(_Settings):
     )
     device_graphs: bool = False  # record runs of ops, replay each with one launch; not run on a GPU
     kv_cache: KVPlace = "auto"  # "auto": in host memory too where it competes with the weights
+    host_compute: Literal["off", "auto"] = (
+        "off"  # "auto": the host multiplies by weights in its memory where that is faster
+    )
     draft: Annotated[str, Field(pattern=r"\S")] = (
         "off"  # what drafts tokens for the model to check: "stand-in", "auto" or a folder
     )

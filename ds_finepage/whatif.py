@@ -39,7 +39,7 @@ from ds_finepage.graph.packed import GROUP, UNPACKED
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.integrations.transformers.room import in_steps
-from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.form import packed_form
 from ds_finepage.packing.model import pack_model
 from ds_finepage.packing.stock import pack_as_stock
 from ds_finepage.planning.budget import competes
@@ -48,6 +48,7 @@ from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.pipeline import Needs, Planned, PlanSettings, needs_of, plan_checked
 from ds_finepage.planning.policies import EngineSettings, policy_named
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.host_products import host_bytes
 from ds_finepage.planning.simulator import Costs
 from ds_finepage.reporting.figures import (
     PlanFigures,
@@ -234,36 +235,6 @@ def _dtype_of(config: PretrainedConfig, weights: str | None, profile: HardwarePr
     return default_dtype(config, profile)
 
 
-def packed_form(
-    config: PretrainedConfig, weights: str | None, group: int = GROUP, *, fused: bool = False
-) -> PackedForm | None:
-    """Return the packed form that a user asks for; None if the weights are not to be packed.
-
-    Args:
-        config: The model's config.
-        weights: "bf16", "int8" or "int4"; None leaves the weights as they are.
-        group: Numbers that share a scale.
-        fused: Products of few rows unpack in registers.
-
-    Raises:
-        ConfigError: Unknown form, a group that cannot be used, or a model that is quantised
-            already.
-    """
-    if weights is None:
-        return None
-    own = getattr(config, "quantization_config", None)
-    if own is not None:
-        method = own.get("quant_method") if isinstance(own, dict) else None
-        raise ConfigError(
-            f"weights: {weights!r} cannot be had, because the model is quantised already "
-            f"(quantization_config: {method or 'unknown method'}). Leave the option out, or give "
-            f"the model that was quantised."
-        )
-    if weights == UNPACKED:
-        return None
-    return dataclasses.replace(PackedForm.parse(weights, group), fused=fused)
-
-
 def plan_captured(
     captured: CapturedModel,
     *,
@@ -294,17 +265,15 @@ def plan_captured(
         PlanInfeasibleError: The budget is too small for this policy, or the host memory for the
             weights, the KV cache and the offloaded buffers.
     """
-    settings = PlanSettings(
-        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, engine=engine
-    )
-    forms: Sequence[Form] = forms_of(captured, policy=policy, split=split)
-    if kv_cache == "host":
-        forms = _on_host(forms, policy)
-    elif kv_cache == "device":
-        forms = forms[:1]
+    forms = _placed(forms_of(captured, policy=policy, split=split), kv_cache, policy)
     form, needs = that_fits(forms, budget_bytes)
     if needs.min_budget_bytes <= budget_bytes:  # before it is planned
         _require_host_memory(form, form.least_host_bytes(profile), host_memory_bytes)
+    if host_memory_bytes is not None and form.host_bytes > host_memory_bytes:
+        profile = profile.without_host  # as in a run, it multiplies by no weights in files
+    settings = PlanSettings(
+        policy=policy, split=split, alignment=Accelerator.alignment, profile=profile, engine=engine
+    )
     arena_bytes = budget_bytes - needs.non_arena_bytes
     start = time.process_time()
     try:
@@ -395,8 +364,10 @@ def that_fits(forms: Sequence[Form], budget_bytes: int) -> Form:
     return next(fitting, min(forms, key=lambda form: form[1].min_budget_bytes))
 
 
-def _on_host(forms: Sequence[Form], policy: str) -> Sequence[Form]:
-    """Return the form with the KV cache in host memory; a pass that has none stays as it is."""
+def _placed(forms: Sequence[Form], kv_cache: str, policy: str) -> Sequence[Form]:
+    """Return the forms with the KV cache where a user wants it; a pass without one stays."""
+    if kv_cache != "host":
+        return forms[:1] if kv_cache == "device" else forms
     if not policy_named(policy).pages:
         raise ConfigError(
             f'kv_cache: "host" has no effect: policy {policy} keeps the KV cache on '
@@ -462,6 +433,7 @@ def _figures(
 ) -> PlanFigures:
     graph, profile = captured.graph, planned.settings.profile
     memgraph, timeline = planned.memgraph, planned.timeline
+    alone_ns = planned.lower_bound_alone_ns if profile.has_host else None
     read_ns = Costs(profile).links[Lane.DISK].ns(division.least_file_bytes)
     return PlanFigures(
         model=captured.model,
@@ -497,4 +469,7 @@ def _figures(
         sent_bytes=sent_bytes(memgraph.graph),
         file_bytes=memgraph.file_bytes,
         least_file_bytes=division.least_file_bytes,
+        host_ns=timeline.busy_ns(Lane.HOST),
+        host_read_bytes=host_bytes(memgraph.graph),
+        lower_bound_alone_ns=alone_ns,
     )

@@ -43,6 +43,7 @@ BY_DEFAULT = (
     "integration/test_generation.py::test_the_default_cache_gives_the_tokens_of_plain_transformers"
     "[llama-torch.float32]",
     "integration/test_graph_breaks.py::test_a_model_with_breaks_runs_in_pieces",
+    "integration/test_host_compute.py::test_the_planner_lets_the_host_compute_where_that_is_faster",
     "integration/test_host_cache.py::test_a_cache_larger_than_the_budget_goes_to_host_memory[greedy]",
     "integration/test_loading.py::test_host_bytes_stay_within_a_tenth_of_the_checkpoint[llama]",
     "integration/test_look_ahead.py::test_a_cache_that_fits_nowhere_is_refused",

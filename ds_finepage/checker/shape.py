@@ -43,7 +43,8 @@ def _taskgraph_shape(graph: TaskGraph) -> Iterator[Violation]:
 
 
 def _is_fixed(graph: TaskGraph, buffer: Buffer) -> bool:
-    return buffer.kind is BufferKind.WEIGHT and not graph.is_handed(buffer)
+    is_weight = buffer.kind in (BufferKind.WEIGHT, BufferKind.MASTER)
+    return is_weight and not graph.is_handed(buffer)
 
 
 def _broken_rows(graph: TaskGraph) -> Iterator[str]:

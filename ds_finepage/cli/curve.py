@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     drafts.acceptances_of(arguments)
     if arguments.points < 2:
         raise ConfigError(f"--points: {arguments.points} is not a curve. Write 2 or more.")
-    options.note_link(arguments.ranks, load_profile(arguments.hardware))
+    options.note_link(arguments.ranks, options.machine_of(arguments))
     settings = {
         "model": arguments.model,
         "batch": arguments.batch,

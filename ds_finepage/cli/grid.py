@@ -125,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="LIST",
             help=f"{text}, with commas in between" + (f" ({default})" if default else ""),
         )
+    options.add_host(parser)
     options.add_weights(parser, many=True)
     options.add_ranks(parser)
     options.add_budget(parser)
@@ -144,6 +145,8 @@ def run(arguments: argparse.Namespace) -> int:
     forms = options.weights_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     hardware = options.names_of(arguments.hardware, "--hardware")
+    if arguments.host is not None:
+        hardware = [f"{name}+{arguments.host}" for name in hardware]
     profiles = {name: load_profile(name) for name in hardware}
     for profile in profiles.values():
         options.note_link(arguments.ranks, profile)

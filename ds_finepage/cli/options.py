@@ -11,7 +11,9 @@ from typing import Any
 from ds_finepage.config import BUDGET_FORMS, did_you_mean
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.hosts import HOSTS
 from ds_finepage.graph.packed import GROUP, PACKED_FORMS, UNPACKED
+from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import parse_bytes, require_count
 
@@ -53,8 +55,30 @@ def add_model(parser: argparse.ArgumentParser, *, finds_batch: bool = False) -> 
         required=True,
         help="a hardware profile shipped with the package, or the path of one as 'probe' writes it",
     )
+    add_host(parser)
     parser.add_argument("--policy", default="finepage", help="how to plan (finepage)")
     add_split(parser)
+
+
+def add_host(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the host that computes."""
+    parser.add_argument(
+        "--host",
+        choices=sorted(HOSTS),
+        help="let the host compute products with weights in its memory where that is faster, as "
+        "finepage.host_compute does; a profile that 'probe --host' wrote knows its own",
+    )
+
+
+def machine_of(arguments: argparse.Namespace) -> HardwareProfile:
+    """Return the hardware profile; its name has the host that computes behind it from now on.
+
+    Raises:
+        ConfigError: There is none, or it cannot be used.
+    """
+    if arguments.host is not None:
+        arguments.hardware += f"+{arguments.host}"
+    return load_profile(arguments.hardware)
 
 
 def count_or_auto(text: str) -> int | str:

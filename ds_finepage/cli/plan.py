@@ -27,7 +27,6 @@ from ds_finepage.cli.grid import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget, KVPlace
 from ds_finepage.graph import codec
 from ds_finepage.graph.packed import UNPACKED
-from ds_finepage.graph.profiles import load_profile
 from ds_finepage.units import format_bytes
 
 
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     drafts.acceptances_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     host_memory_bytes = options.host_memory_of(arguments.host_memory)
-    profile = load_profile(arguments.hardware)
+    profile = options.machine_of(arguments)
     options.note_link(arguments.ranks, profile)
     if arguments.out is not None:
         options.require_writable(arguments.out, force=arguments.force)

@@ -23,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", help="device to measure; by default the accelerator, if there is one"
     )
+    parser.add_argument(
+        "--host",
+        action="store_true",
+        help="measure how fast the host computes products, too; plans for the profile then let it",
+    )
     options.add_force(parser)
 
 
@@ -32,11 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
         options.require_writable(arguments.out, force=arguments.force)
 
     from ds_finepage.execution.device import default_device, require_device
-    from ds_finepage.execution.probe import probe
+    from ds_finepage.execution.probe import probe, with_measured_host
 
     name = arguments.device
     device = default_device() if name is None else require_device(name, option="--device")
     profile = probe(device, scratch_bytes=SCRATCH_BYTES)
+    if arguments.host:
+        profile = with_measured_host(profile, device)
     if arguments.out is None:
         print(codec.dumps(profile), end="")
         return 0

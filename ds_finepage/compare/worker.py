@@ -36,7 +36,6 @@ from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.probe import probe
 from ds_finepage.files import write_file
 from ds_finepage.graph.memgraph import Lane, MemGraph
-from ds_finepage.graph.timeline import Timeline
 from ds_finepage.integrations.deepspeed.one_process import (
     makes_partitions_late,
     use_device_of_rank,
@@ -202,13 +201,8 @@ def _link_rate(observed: ObservedPass | None, counted: Forward) -> float | None:
     """Return the rate of a step's copies while copies were under way; None if not recorded."""
     if observed is None or observed.measured is None or not counted.h2d_bytes:
         return None
-    busy = busy_ns(observed.measured, Lane.H2D)
+    busy = observed.measured.busy_ns(Lane.H2D)
     return counted.h2d_bytes * 1e9 / busy if busy else None
-
-
-def busy_ns(timeline: Timeline, lane: Lane) -> int:
-    """Return the time during which a lane had work."""
-    return sum(span.end_ns - span.start_ns for span in timeline.spans if span.lane is lane)
 
 
 def failed_run(request: RunRequest, reason: str, *, out_of_memory: bool = False) -> Run:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ds_finepage.execution.arena import POISON, Arena, HostPool
+from ds_finepage.execution.arena import POISON, Arena, HostPool, view_of
 from ds_finepage.execution.call_tensors import CallTensors, MovingViews
 from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.disk import FileRange
@@ -26,7 +26,7 @@ from ds_finepage.execution.replay import can_be_recorded
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.routes import Route, groups_of
-from ds_finepage.graph.taskgraph import BufferKind, Task
+from ds_finepage.graph.taskgraph import BufferKind, Task, TensorView
 from ds_finepage.packing.op import grouped_into, packed_grouped_linear
 
 
@@ -126,11 +126,13 @@ class BoundPlan:
                 return self.arena.view(view, extents[view.buffer])
             if view.buffer in self.tensors.constants:
                 return self.tensors.constant(index)
-            return None
+            return self.master(view)
 
         patches: list[Patch] = []
         task = self._graph.tasks[node.task]
-        bound = bind(task, tensor, patches, self._unused, into_place=task.index in self._in_place)
+        is_host = task.index in self._graph.host_tasks
+        into_place = task.index in self._in_place
+        bound = bind(task, tensor, patches, self._unused, into_place=into_place, is_host=is_host)
         for patch in patches:
             self._place(patch, extents)
         self._share_ends(task, bound, extents)
@@ -139,6 +141,14 @@ class BoundPlan:
                 self.recordable.add(node.id)
             return partial(bound.call, *bound.args, **bound.kwargs)
         return lambda: bound.call(*bound.args, **bound.kwargs)
+
+    def master(self, view: TensorView) -> torch.Tensor | None:
+        """Return a tensor of a weight that the host reads in place; None for any other."""
+        buffer = self._graph.buffers[view.buffer]
+        if buffer.kind is not BufferKind.MASTER:
+            return None
+        found = self.sources.of_weight(buffer)
+        return view_of(found, view, int(found.storage_offset()))
 
     def _share_ends(self, task: Task, bound: BoundTask, extents: Mapping[int, Extent]) -> None:
         """Let the packed products of a layer of experts read the ends of their rows once a pass.

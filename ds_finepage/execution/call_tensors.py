@@ -163,7 +163,7 @@ class CallTensors:
         self._arguments = [
             (i.position, i.tensor)
             for i in graph.inputs
-            if buffer_of[i.tensor].kind is not BufferKind.WEIGHT
+            if buffer_of[i.tensor].kind not in (BufferKind.WEIGHT, BufferKind.MASTER)
         ]
         arguments = {buffer_of[tensor].id for _, tensor in self._arguments}
         self._on_host = [

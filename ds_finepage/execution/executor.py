@@ -249,7 +249,7 @@ class Executor:
         actions = dict(actions)
         if self._hooks:
             for node in self.memgraph.nodes:
-                if self.memgraph.lane_of(node) is Lane.COMPUTE:
+                if self.memgraph.lane_of(node) in (Lane.COMPUTE, Lane.HOST):
                     actions[node.id] = self._hooked(node, actions[node.id], tensors)
         if recorder is not None:
             actions |= recorder.begin(program.merged, actions)
@@ -264,7 +264,10 @@ class Executor:
             view = self._bound.sizes.view(index)
             if view.buffer in extents:
                 return self._bound.arena.view(view, extents[view.buffer])
-            return tensors[index] if index in tensors else self._bound.tensors.constant(index)
+            if index in tensors:
+                return tensors[index]
+            master = self._bound.master(view)
+            return self._bound.tensors.constant(index) if master is None else master
 
         def hooked() -> None:
             operands = tuple(tensor(ref.tensor) for ref in refs((task.args, task.kwargs)))

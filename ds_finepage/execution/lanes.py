@@ -144,7 +144,8 @@ class StreamLanes:
     overlaps collects with all of them. All waits are event waits on the device. On every lane a
     pass begins after the end of the pass before. At its end the caller's stream waits for the
     transfer lanes, so no other stream uses a tensor that the caller frees. The disk lane has a
-    thread: see ``disk_lane``.
+    thread: see ``disk_lane``. A task that the host computes waits on its stream for its
+    activations, and runs on the caller's thread while the other streams go on.
     """
 
     def __init__(
@@ -159,7 +160,9 @@ class StreamLanes:
             max_delay_us: The longest delay.
         """
         self._device = device
-        self._h2d, self._d2h, self._ranks, self._disk = (device.new_stream() for _ in range(4))
+        self._h2d, self._d2h, self._ranks, self._disk, self._host = (
+            device.new_stream() for _ in range(5)
+        )
         self._disk_thread: tuple[int, ThreadPoolExecutor] | None = None  # of a process
         self._order: weakref.WeakKeyDictionary[Program, _Order] = weakref.WeakKeyDictionary()
         # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
@@ -205,7 +208,7 @@ class StreamLanes:
         order = self._order.get(program)
         if order is None:
             streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
-            streams[Lane.DISK] = self._disk
+            streams |= {Lane.DISK: self._disk, Lane.HOST: self._host}
             # A lane without steps need not be woken.
             streams = {lane: stream for lane, stream in streams.items() if program.lanes[lane]}
             stretches, reads = _stretches(program, streams, self._device.new_event)

@@ -122,14 +122,17 @@ class OpMeter:
     def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
         """Tell whether every op of a graph has been measured, except those without room."""
         return all(
-            signature in self._costs or not _fits(graph, task, room_bytes)
+            signature in self._costs
+            or task.index in graph.host_tasks
+            or not _fits(graph, task, room_bytes)
             for signature, task in zip(_signatures(graph), graph.tasks, strict=True)
         )
 
     def in_place(self, graph: TaskGraph) -> frozenset[int]:
         """Return the tasks that may write into their extents; see [Note: the form of an op]."""
         costs = [self._costs.get(s) for s in _signatures(graph)]
-        return frozenset(i for i, c in enumerate(costs) if c is not None and c.into_place)
+        found = (i for i, cost in enumerate(costs) if cost is not None and cost.into_place)
+        return frozenset(found) - graph.host_tasks
 
     def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
         """Return the taskgraph with measured ``time_ns`` and ``workspace_bytes``.
@@ -143,7 +146,11 @@ class OpMeter:
             CaptureError: An op writes where its schema does not say it would.
         """
         signatures, device = _signatures(graph), self._device
-        new = {s: t for s, t in zip(signatures, graph.tasks, strict=True) if s not in self._costs}
+        new = {
+            signature: task
+            for signature, task in zip(signatures, graph.tasks, strict=True)
+            if signature not in self._costs and task.index not in graph.host_tasks
+        }
         estimated: dict[Any, OpCost] = {}
         for signature, task in list(new.items()):
             if is_collective(task):  # it would wait for ranks that measure nothing now
@@ -158,7 +165,10 @@ class OpMeter:
             estimated.update((s, _unmeasured(graph, new[s], device)) for s in no_room)
         tasks = []
         for signature, task in zip(signatures, graph.tasks, strict=True):
-            cost = estimated.get(signature) or self._costs[signature]
+            if task.index in graph.host_tasks:
+                cost = _unmeasured(graph, task, device)
+            else:
+                cost = estimated.get(signature) or self._costs[signature]
             if cost.fault is not None:
                 read = tuple(graph.buffers[b].name for b in task.reads)
                 raise CaptureError(f"{task.where} {cost.fault}, so it cannot be planned", read)

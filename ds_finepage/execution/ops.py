@@ -150,6 +150,7 @@ def bind(
     unused: frozenset[int] = frozenset(),
     *,
     into_place: bool,
+    is_host: bool = False,
 ) -> BoundTask:
     """Bind one task.
 
@@ -161,6 +162,7 @@ def bind(
             of a random generator, which may lie in host memory).
         into_place: Let the op write its results into their extents where it has an ``out=``
             overload. Only for ops that were seen to write nothing else; see ``trial.py``.
+        is_host: The host computes the task.
     """
     if task.op == JOIN:
         return BoundTask(_nothing, [], {})
@@ -169,6 +171,8 @@ def bind(
     for i, result in enumerate(task.results):
         if result is not None:
             outs[i] = _decode(outs, i, Ref(result), tensor, patches)
+    if is_host:
+        return BoundTask(run_on_host, [op, args, kwargs, outs], {}, waits=True)
     bound = _choose(op, args, kwargs, outs, patches, into_place)
     if bound.call is run_and_copy:
         for i, result in enumerate(task.results):
@@ -295,6 +299,20 @@ def run_and_copy(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[An
                 f"{out.dtype}, {tuple(out.shape)}"
             )
         out.copy_(result)
+
+
+def run_on_host(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any]) -> None:
+    """Run an op on the host: its activations come down, and its results go up to their place.
+
+    The host waits for the activations.
+    """
+    down, named = [on_host(a) for a in args], {name: on_host(a) for name, a in kwargs.items()}
+    run_and_copy(op, down, named, outs)
+
+
+def on_host(value: Any) -> Any:
+    """Return a tensor in host memory; any other argument as it is."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def flat_results(results: Any) -> list[Any]:

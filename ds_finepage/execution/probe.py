@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,10 @@ IN_A_ROW = 64
 
 NUM_COPIES = 16
 """The fastest of so many copies counts. On a busy CPU the first ten may wait for a thread."""
+
+HOST_MATRICES, HOST_SHAPE, HOST_ROWS = 8, (2048, 4096), 16
+"""What the host multiplies: so many matrices of such a shape, which no cache holds, by one row and
+by so many."""
 
 LONG_ENOUGH_S = 0.004
 """A product that takes as long shows the rate of the device."""
@@ -59,6 +64,43 @@ def probe(device: torch.device, *, scratch_bytes: int = 32 * MIB) -> HardwarePro
         host_copy_ns=int(host_copy * 1e9),
         **links,
     )
+
+
+def with_measured_host(
+    profile: HardwareProfile, device: torch.device, *, scratch_bytes: int = 32 * MIB
+) -> HardwareProfile:
+    """Measure how fast the host multiplies by weights in its memory, while the link copies.
+
+    The slowest dtype counts: some processors have no instructions for one of them.
+
+    Args:
+        profile: The machine.
+        device: What the link copies to; nothing is copied to a CPU.
+        scratch_bytes: Most bytes to take there.
+    """
+    known, rates, flops = device_of(device), list[float](), list[float]()
+    with torch.inference_mode(False), torch.no_grad():
+        host = known.pinned(torch.ones(scratch_bytes, dtype=torch.uint8))
+        on_device = torch.empty_like(host, device=device) if known.is_accelerator else None
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            matrices = [torch.ones(HOST_SHAPE, dtype=dtype).t() for _ in range(HOST_MATRICES)]
+
+            def run(rows: torch.Tensor, matrices: list[torch.Tensor] = matrices) -> None:
+                for matrix in matrices:
+                    if on_device is not None:
+                        on_device.copy_(host, non_blocking=True)
+                    torch.mm(rows, matrix)
+
+            one, few = (
+                seconds_of(
+                    partial(run, torch.ones(n, HOST_SHAPE[1], dtype=dtype)), device, is_issued=True
+                )
+                for n in (1, HOST_ROWS)
+            )
+            numel = sum(matrix.numel() for matrix in matrices)
+            rates.append(numel * dtype.itemsize / one)
+            flops.append(2 * HOST_ROWS * numel / few)
+    return replace(profile, host_bytes_per_s=min(rates), host_flops_per_s=min(flops))
 
 
 def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Lane(str, enum.Enum):
     D2H = "d2h"
     RANKS = "ranks"  # collects; all ranks run them in the same order
     DISK = "disk"  # file -> extent, in pieces over host memory
+    HOST = "host"  # tasks that the host computes; their activations come down and go up
 
 
 LANE_OF: dict[NodeKind, Lane] = {
@@ -200,8 +201,10 @@ class MemGraph:
     def lane_of(self, node: Node) -> Lane | None:
         """Return the lane that a node runs in; None if it takes no time.
 
-        A task that copies to host memory runs beside the others.
+        A task that copies to host memory, or that the host computes, runs beside the others.
         """
+        if node.task in self.graph.host_tasks:
+            return Lane.HOST
         if node.task is not None and self.graph.tasks[node.task].op == TO_HOST:
             return Lane.D2H
         if node.kind is NodeKind.RELOAD and node.buffer in self.in_files:

@@ -16,7 +16,8 @@ from ds_finepage.config import did_you_mean
 from ds_finepage.errors import ConfigError, InvalidPlanError
 from ds_finepage.files import cause_of
 from ds_finepage.graph import codec
-from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.hardware import DETAILS, HardwareProfile
+from ds_finepage.graph.hosts import with_host
 
 DEFAULT_DTYPE = "default"
 """Key of ``flops_per_s`` for dtypes without a rate of their own."""
@@ -38,12 +39,16 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 
     Args:
         name_or_path: The name of a shipped profile, or the path of a JSON file. A string is a path
-            if it contains a separator or ends in ``.json``.
+            if it contains a separator or ends in ``.json``. Behind a ``+`` it may have the name
+            of another host.
 
     Raises:
-        ConfigError: There is no such profile or file, or a figure in it is missing, unknown or
+        ConfigError: There is no such profile, file or host, or a figure is missing, unknown or
             unusable.
     """
+    name, plus, host = str(name_or_path).rpartition("+")
+    if plus and not _looks_like_path(host):
+        return require_usable(with_host(load_profile(name), host))
     if isinstance(name_or_path, str) and not _looks_like_path(name_or_path):
         if name_or_path not in profile_names():
             raise ConfigError(
@@ -84,7 +89,7 @@ def require_usable(profile: HardwareProfile) -> HardwareProfile:
         if each.default is not MISSING and getattr(profile, each.name) < 0:
             value = getattr(profile, each.name)
             raise ConfigError(f"{each.name} is {value}; it must not be negative")
-    for name in ("rank_bytes_per_s", "disk_bytes_per_s"):
+    for name in DETAILS:
         if not math.isfinite(value := getattr(profile, name)):
             raise ConfigError(f"{name} is {value}; it must be finite")
     if DEFAULT_DTYPE not in profile.flops_per_s:

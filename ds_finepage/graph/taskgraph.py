@@ -28,11 +28,17 @@ class BufferKind(str, enum.Enum):
     OUTPUT = "output"  # made in the pass, returned to the caller
     CONSTANT = "constant"  # small, part of the program text
     HOST = "host"  # in host memory, from the caller or returned to the caller
+    MASTER = "master"  # a weight that a task reads in host memory, where it lies
 
     @property
     def is_paged(self) -> bool:
         """True where the planner places the buffer in the arena."""
         return self in (BufferKind.WEIGHT, BufferKind.ACTIVATION)
+
+    @property
+    def is_on_host(self) -> bool:
+        """True where the buffer takes no device bytes."""
+        return self in (BufferKind.HOST, BufferKind.MASTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Buffer:
     nbytes: NonNegativeInt
     name: str = ""  # weight: the parameter's qualified name; else free text
     payload: bytes | None = None  # CONSTANT only: its contents
-    offset: NonNegativeInt = 0  # WEIGHT only: first byte in the host master ``name``
+    offset: NonNegativeInt = 0  # WEIGHT, MASTER: first byte in the host master ``name``
     gather: NonNegativeInt | None = None  # WEIGHT only: see ``TaskGraph.is_handed``
 
     @property
@@ -245,8 +251,14 @@ class TaskGraph:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights; tied weights count once, rows of a KV cache not at all."""
-        weights = [b for b in self.buffers if b.kind is BufferKind.WEIGHT]
+        weights = [b for b in self.buffers if b.kind in (BufferKind.WEIGHT, BufferKind.MASTER)]
         return sum(b.nbytes for b in weights if not self.is_handed(b))
+
+    @cached_property
+    def host_tasks(self) -> frozenset[int]:
+        """The tasks that the host computes: those that read a weight where its master lies."""
+        masters = (b.id for b in self.buffers if b.kind is BufferKind.MASTER)
+        return frozenset(task for b in masters for task in self.uses[b])
 
     @cached_property
     def workspace_bytes(self) -> int:

@@ -37,3 +37,7 @@ class Timeline:
     lower_bound_ns: (
         NonNegativeInt  # max(compute, bytes over link rate): no schedule of these nodes is faster
     )
+
+    def busy_ns(self, lane: Lane) -> int:
+        """Return the time during which a lane has work."""
+        return sum(span.end_ns - span.start_ns for span in self.spans if span.lane is lane)

@@ -12,13 +12,13 @@ unpacking writes runs of numbers, and rows of the packed matrix are slices of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_finepage.errors import ConfigError
-from ds_finepage.graph.packed import FORM_BITS, GROUP, PACKED_FORMS, WITH_OUTPUT
+from ds_finepage.graph.packed import FORM_BITS, GROUP, PACKED_FORMS, UNPACKED, WITH_OUTPUT
 
 ELEMENTS_AT_ONCE = 1 << 18
 """Weights that are packed together, in float32, so that packing a large matrix takes little."""
@@ -113,6 +113,36 @@ class PackedForm:
                 f"{name} has rows of {shape[1]}, which groups of {self.group} do not divide. "
                 f"Choose a group that divides {shape[1]}."
             )
+
+
+def packed_form(
+    config: Any, weights: str | None, group: int = GROUP, *, fused: bool = False
+) -> PackedForm | None:
+    """Return the packed form that a user asks for; None if the weights are not to be packed.
+
+    Args:
+        config: The model's config, of transformers.
+        weights: "bf16", "int8" or "int4"; None leaves the weights as they are.
+        group: Numbers that share a scale.
+        fused: Products of few rows unpack in registers.
+
+    Raises:
+        ConfigError: Unknown form, a group that cannot be used, or a model that is quantised
+            already.
+    """
+    if weights is None:
+        return None
+    own = getattr(config, "quantization_config", None)
+    if own is not None:
+        method = own.get("quant_method") if isinstance(own, dict) else None
+        raise ConfigError(
+            f"weights: {weights!r} cannot be had, because the model is quantised already "
+            f"(quantization_config: {method or 'unknown method'}). Leave the option out, or give "
+            f"the model that was quantised."
+        )
+    if weights == UNPACKED:
+        return None
+    return replace(PackedForm.parse(weights, group), fused=fused)
 
 
 class Packed(NamedTuple):

@@ -66,7 +66,7 @@ def non_arena_bytes(graph: TaskGraph, alignment: int) -> int:
     returned = {graph.tensors[o.tensor] for o in graph.outputs if o.tensor is not None}
     counted = {t.buffer for t in graph.tensors if t.dtype in ("bool", "int32", "int64")}
     for buffer in graph.buffers:
-        if not buffer.kind.is_paged and buffer.kind is not BufferKind.HOST:
+        if not (buffer.kind.is_paged or buffer.kind.is_on_host):
             external += align_up(buffer.nbytes, alignment)
         if buffer.kind is BufferKind.INPUT and buffer.id in counted:
             callers += buffer.nbytes

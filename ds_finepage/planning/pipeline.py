@@ -29,9 +29,10 @@ from ds_finepage.planning.policies import (
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.exact_slices import least_sliced_bytes
+from ds_finepage.planning.rewrite.host_products import host_bytes
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from ds_finepage.planning.simulator import simulate
-from ds_finepage.planning.time_bound import least_time_ns
+from ds_finepage.planning.time_bound import least_time_beside_host_ns, least_time_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +85,21 @@ class Planned:
         """Bytes that a rank reloads at least, whatever the plan, with these settings and budget.
 
         It holds for one batch at a time, with tasks in program order. The rows of a KV cache in
-        host memory differ in each pass, so none of them is kept.
+        host memory differ in each pass, so none of them is kept. The weights that the host
+        multiplies by need not be reloaded.
         """
-        return self._bound.nbytes // self.graph.num_ranks
+        return max(0, self._bound.nbytes // self.graph.num_ranks - host_bytes(self.memgraph.graph))
 
     @cached_property
     def lower_bound_ns(self) -> int:
         """Time that a pass takes at least; it holds as widely as ``lower_bound_bytes``."""
+        if self.settings.profile.has_host and policy_named(self.settings.policy).is_cyclic:
+            return least_time_beside_host_ns(self._bound, self.settings.profile)
+        return self.lower_bound_alone_ns
+
+    @cached_property
+    def lower_bound_alone_ns(self) -> int:
+        """The same for plans in which the host computes nothing."""
         most_bytes = self.memgraph.arena_bytes + self._bound.graph.workspace_bytes
         return least_time_ns(self._bound, self.settings.profile, most_bytes)
 

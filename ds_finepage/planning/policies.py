@@ -25,11 +25,13 @@ from ds_finepage.planning.horizon import (
     plan_horizon,
     plan_horizon_published,
 )
+from ds_finepage.planning.host_lane import with_host_lane
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows, tables_to_leave
 from ds_finepage.planning.rewrite.exact_slices import slices_that_fit
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
+from ds_finepage.planning.simulator import predicted_ns
 
 EngineSettings = ZeroSettings | MapSettings
 """Settings of a system that a baseline stands for, which hold for all passes of a model."""
@@ -177,7 +179,8 @@ def plan_steady(
         arena_bytes: Size of the arena.
         policy: A key of ``POLICIES``.
         alignment: Of extents, in bytes.
-        profile: The machine. Without one, the policy plans for few bytes.
+        profile: The machine. Without one, the policy plans for few bytes. If it knows the host, a
+            cyclic policy lets the host compute products where that is faster.
         split: The policy may cut weights, if it can.
         shared: Weights that the alternating pass keeps in the same arena.
         engine: Settings that a baseline takes for its system, instead of choosing them.
@@ -194,8 +197,21 @@ def plan_steady(
         )
     problem = Problem(graph, arena_bytes, alignment, profile, split, shared=shared, engine=engine)
     found = chosen.plan(problem)
+    if profile is not None and profile.has_host and chosen.is_cyclic:
+        found = _with_host_lane(problem, profile, chosen, found)
     for _ in range(MAX_STEADY_ROUNDS if chosen.carries_residency else 0):
         if set(found.entry) == set(found.exit):
             break
         found = chosen.plan(replace(problem, entry=found.exit))
     return found
+
+
+def _with_host_lane(
+    problem: Problem, profile: HardwareProfile, policy: Policy, best: MemGraph
+) -> MemGraph:
+    """Return the faster plan: the best one without the lane of the host, or one with it."""
+    graph = with_host_lane(problem)
+    if graph is None:
+        return best
+    found = policy.plan(problem.of(graph))
+    return min(best, found, key=lambda plan: predicted_ns(plan, profile)[0])

@@ -2,9 +2,10 @@
 
 The lanes run side by side, each its own nodes in the order of their ids. A read of the
 disk lane also goes over the link, which takes a small part of its time. The host issues the
-nodes of all lanes in that order and never waits. A node starts when the host has issued it, its
-lane is free and all its predecessors are complete. Nodes of the other kinds (resident, alloc,
-drop) take no time: they are complete when the last of their predecessors is.
+nodes of all lanes in that order, and waits for none but the tasks that it computes itself. A node
+starts when the host has issued it, its lane is free and all its predecessors are complete. Nodes of
+the other kinds (resident, alloc, drop) take no time: they are complete when the last of their
+predecessors is.
 
 On a CPU, ops and copies share memory and small copies are slow, which no figure here counts: a pass
 may take 1.5 times as long as predicted.
@@ -60,7 +61,11 @@ class Costs:
             Lane.D2H: profile.host_copy_ns,
             Lane.RANKS: profile.host_op_ns,
             Lane.DISK: 0,  # a thread of its own
+            Lane.HOST: profile.host_op_ns,
         }
+        self._host = None
+        if profile.has_host:
+            self._host = _Rate(profile.host_bytes_per_s), _Rate(profile.host_flops_per_s)
         self._memory = _Rate(profile.memory_bytes_per_s)
         self._ranks = _Rate(profile.rank_bytes_per_s) if profile.rank_bytes_per_s else None
         self._rank_latency_ns = profile.rank_latency_ns
@@ -79,6 +84,8 @@ class Costs:
         traffic in device memory, and launch. A task that writes rows of a KV cache to host memory
         takes as long as that copy.
         """
+        if task.index in graph.host_tasks:
+            return self.host_product_ns(task.moved_bytes, task.flops)
         if task.time_ns is not None:
             return task.time_ns
         if is_collective(task):
@@ -95,6 +102,23 @@ class Costs:
         num_steps, nbytes = traffic_of(graph, task)
         own_ns = max(self._memory.ns(task.moved_bytes), self._launch_ns)
         return max(self._ranks_ns(num_steps, nbytes), own_ns)
+
+    def host_product_ns(self, nbytes: int, flops: int) -> int:
+        """Return the time of a product that the host computes, with a weight in its memory.
+
+        The activations come down and go up by a copy each, and the host waits for the first one.
+
+        Args:
+            nbytes: That the product reads and writes; of experts, those that it may use.
+            flops: Of the product.
+
+        Raises:
+            ConfigError: The profile does not know the host.
+        """
+        if self._host is None:
+            raise ConfigError("the profile has no host_bytes_per_s and host_flops_per_s; add them")
+        memory, arithmetic = self._host
+        return 3 * self._latency_ns + max(memory.ns(nbytes), arithmetic.ns(flops))
 
     def collect_ns(self, nbytes: int, num_ranks: int) -> int:
         """Return the time to collect the parts of a weight from the other ranks.
@@ -238,6 +262,7 @@ def _in_order(
     """Return when each node begins and is complete."""
     starts, complete = [0] * len(work), [0] * len(work)
     lane_free = dict.fromkeys(Lane, begin_ns)
+    late_ns = 0  # that the host issues nodes later, because it computed tasks meanwhile
     for node, before in enumerate(memgraph.predecessors):
         ready = 0
         for b in before:  # a generator for ``max`` takes twice the time
@@ -254,8 +279,10 @@ def _in_order(
             lane_free[lane] = max(end, ready)
             lane_free[Lane.H2D] += work[node].copy_ns  # pieces of it go between other copies
             continue
-        starts[node] = max(ready, lane_free[lane], work[node].issued_ns)
+        starts[node] = max(ready, lane_free[lane], work[node].issued_ns + late_ns)
         complete[node] = lane_free[lane] = starts[node] + work[node].took_ns
+        if lane is Lane.HOST:
+            late_ns = max(late_ns, complete[node] - work[node].issued_ns)
     return starts, complete
 
 
@@ -301,7 +328,7 @@ def _timeline(
         spans=tuple(spans),
         total_ns=max(ends.values()),
         compute_ns=busy[Lane.COMPUTE],
-        transfer_ns=max(busy[lane] for lane in Lane if lane is not Lane.COMPUTE),
+        transfer_ns=max(busy[lane] for lane in Lane if lane not in (Lane.COMPUTE, Lane.HOST)),
         stall_ns=ends[Lane.COMPUTE] - busy[Lane.COMPUTE],
         peak_bytes=_peak_bytes(memgraph, complete),
         lower_bound_ns=lower_bound_ns,

@@ -8,9 +8,12 @@ from dataclasses import replace
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.bounds import LowerBound
+from ds_finepage.planning.rewrite.split import MATMULS
 from ds_finepage.planning.simulator import Costs
+from ds_finepage.units import NS_PER_S
 
 
 def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int) -> int:
@@ -35,6 +38,45 @@ def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int)
         _least_copies_ns(bound, profile, arena_bytes),
         _least_collects_ns(bound, profile),
         int(written_bytes * 1e9 / profile.d2h_bytes_per_s),
+    )
+
+
+def least_time_beside_host_ns(bound: LowerBound, profile: HardwareProfile) -> int:
+    """Return a time that no steady pass beats in which the host may compute products.
+
+    Tasks that are no products run on the device, one after another, in ``n`` seconds; the host
+    issues them and computes nothing meanwhile. In the rest of ``t`` seconds it multiplies at rate
+    ``r``, while the link copies all the time, at rate ``l``. They read the missing ``m`` bytes of
+    weights between them, so ``l t + r (t - n) >= m``. The bytes that no product reads are copied.
+    The products of all weights also take the device and the host some time together.
+
+    Args:
+        bound: The fewest bytes that a pass without the host reloads.
+        profile: The machine, which knows its host.
+    """
+    graph, tasks_ns = bound.graph, alone_ns(bound.graph, profile)
+    tasks_ns = [max(task_ns, profile.host_op_ns) for task_ns in tasks_ns]
+    products = [task for task in graph.tasks if task.op in MATMULS]
+    reads, known = {b for task in products for b in task.reads}, routes(graph)
+    used_bytes = sum(
+        known[b.id].most_bytes(b.nbytes) if b.id in known else b.nbytes
+        for b in graph.buffers
+        if b.kind is BufferKind.WEIGHT and b.id in reads
+    )
+    device_ns = sum(tasks_ns[task.index] for task in products)
+    host_s = sum(
+        max(task.moved_bytes / profile.host_bytes_per_s, task.flops / profile.host_flops_per_s)
+        for task in products
+    )
+    others_ns, host_ns = sum(tasks_ns) - device_ns, host_s * NS_PER_S
+    link_rate = profile.h2d_bytes_per_s / NS_PER_S
+    host_rate = used_bytes / max(1, host_ns)
+    return int(
+        max(
+            others_ns + device_ns * host_ns / max(1, device_ns + host_ns),
+            (bound.nbytes + host_rate * others_ns) / (link_rate + host_rate),
+            (bound.nbytes - used_bytes) / link_rate,
+        )
     )
 
 

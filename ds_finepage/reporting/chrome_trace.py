@@ -10,6 +10,9 @@ from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.reporting.memory import memory_over_time
 
+USUAL = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+"""The lanes that are shown even if nothing ran there."""
+
 _THREADS = {lane: thread for thread, lane in enumerate(Lane, start=1)}
 
 
@@ -34,8 +37,8 @@ def _events(
     yield _metadata("process_sort_index", process, 0, sort_index=process)
     used = {span.lane for span in timeline.spans}
     for lane, thread in _THREADS.items():
-        if lane in (Lane.RANKS, Lane.DISK) and lane not in used:
-            continue  # one rank has no others, and most models are in host memory
+        if lane not in USUAL and lane not in used:
+            continue
         yield _metadata("thread_name", process, thread, name=lane.value)
         yield _metadata("thread_sort_index", process, thread, sort_index=thread)
     for span in timeline.spans:

@@ -47,8 +47,13 @@ KIND_COLOURS = {
     MemoryKind.OTHER: GREY,
 }
 LANE_COLOURS = {
-    Lane.COMPUTE: GREEN, Lane.H2D: BLUE, Lane.D2H: PURPLE, Lane.RANKS: ORANGE, Lane.DISK: YELLOW
-}  # fmt: skip
+    Lane.COMPUTE: GREEN,
+    Lane.H2D: BLUE,
+    Lane.D2H: PURPLE,
+    Lane.RANKS: ORANGE,
+    Lane.DISK: YELLOW,
+    Lane.HOST: SKY,
+}
 LANES = (Lane.D2H, Lane.H2D, Lane.COMPUTE)  # from below; those that few plans use are above
 LANE_LABELS = {
     Lane.COMPUTE: "compute",
@@ -56,6 +61,7 @@ LANE_LABELS = {
     Lane.D2H: "to the host",
     Lane.RANKS: "between ranks",
     Lane.DISK: "from the disk",
+    Lane.HOST: "on the host",
 }
 LINES = (VERMILION, BLUE, GREEN, PURPLE, ORANGE, SKY, GREY, INK)
 MARKERS = "osD^vP*X"
@@ -143,7 +149,7 @@ def draw_lanes(rows: Sequence[tuple[str, Timeline]], title: str) -> Figure:
         waits = f"{format_ns(timeline.total_ns)}, waits {_share(timeline.stall_ns, timeline)}"
         _caption(axes, f"{label}: {waits}")
         used = {span.lane for span in timeline.spans}
-        lanes = (*LANES, *(lane for lane in (Lane.RANKS, Lane.DISK) if lane in used))
+        lanes = (*LANES, *(lane for lane in Lane if lane in used and lane not in LANES))
         for row, lane in enumerate(lanes):
             spans = [(s.start_ns, s.end_ns) for s in timeline.spans if s.lane is lane]
             _bars(axes, row, _joined(spans, width), unit, color=LANE_COLOURS[lane])

@@ -32,7 +32,9 @@ class PlanFigures:
     is cut over ``num_ranks``, all figures are of one rank, except tokens a second: all ranks work
     on the same tokens. ``sent_bytes`` is what a rank sends to the next one in the collectives of a
     pass. ``file_bytes`` are those of the reloaded bytes that are read from files, because host
-    memory has no room for them, and ``least_file_bytes`` the least possible.
+    memory has no room for them, and ``least_file_bytes`` the least possible. ``host_ns`` is the
+    time in which the host computes products, with ``host_read_bytes`` of weights in its memory.
+    Then ``lower_bound_alone_ns`` is the bound of plans in which it computes nothing.
     """
 
     model: str
@@ -68,6 +70,9 @@ class PlanFigures:
     sent_bytes: int = 0
     file_bytes: int = 0
     least_file_bytes: int = 0
+    host_ns: int = 0
+    host_read_bytes: int = 0
+    lower_bound_alone_ns: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -187,7 +192,16 @@ _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
         lambda f: format_ns(f.predicted_ns) + _over(f.predicted_ns, f.lower_bound_ns),
     ),
     ("  least possible, one batch at a time", lambda f: format_ns(f.lower_bound_ns)),
+    (
+        "  without products of the host",
+        lambda f: format_ns(f.lower_bound_alone_ns) if f.lower_bound_alone_ns else None,
+    ),
     ("  compute", lambda f: format_ns(f.compute_ns)),
+    ("  products of the host", lambda f: format_ns(f.host_ns) if f.host_ns else None),
+    (
+        "  weights that it reads",
+        lambda f: format_bytes(f.host_read_bytes) if f.host_ns else None,
+    ),
     ("  transfer, busier lane", lambda f: format_ns(f.transfer_ns)),
     ("  stall", lambda f: format_ns(f.stall_ns)),
     (

@@ -144,6 +144,6 @@ def _outside_arena(memgraph: MemGraph) -> dict[MemoryKind, int]:
     """Return the bytes that are on the device during the whole pass, but not in the arena."""
     found = dict.fromkeys(MemoryKind, 0)
     for buffer, kind in zip(memgraph.graph.buffers, _kinds(memgraph), strict=True):
-        if not buffer.kind.is_paged and buffer.kind is not BufferKind.HOST:
+        if not (buffer.kind.is_paged or buffer.kind.is_on_host):
             found[kind] += buffer.nbytes
     return found

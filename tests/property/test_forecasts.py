@@ -20,6 +20,8 @@ from ds_finepage.planning.finepage.streaming import RingPlanner, plan_streaming
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.host_products import with_host_rows
+from ds_finepage.planning.rewrite.split import divisible_weights
 from ds_finepage.planning.simulator import predicted_ns
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import random_chain
@@ -45,6 +47,8 @@ def machine(rng: random.Random) -> HardwareProfile:
         transfer_latency_ns=rng.choice([0, 1000, 6000]),
         host_op_ns=rng.choice([0, 200, 3000]),
         host_copy_ns=rng.choice([0, 300, 5000]),
+        host_bytes_per_s=rng.choice([1e8, 1e10]),
+        host_flops_per_s=rng.choice([1e8, 1e9]),
     )
 
 
@@ -65,6 +69,13 @@ def copying(graph: TaskGraph, rng: random.Random) -> TaskGraph:
                 copy = Task(len(tasks), TO_HOST, reads=(buffer,), writes=(rows.id,))
                 tasks.append(copy)
     return dataclasses.replace(graph, buffers=tuple(buffers), tasks=tuple(tasks))
+
+
+def hosting(graph: TaskGraph, rng: random.Random) -> TaskGraph:
+    """Let the host compute some products, whole or in part."""
+    units = divisible_weights(graph)
+    rows = {u.buffer: rng.choice([0, rng.randint(1, u.num_rows), u.num_rows]) for u in units}
+    return with_host_rows(graph, units, rows)
 
 
 def shapes(weights: WeightClasses, room: int, rng: random.Random) -> Iterator[RingShape]:
@@ -111,6 +122,13 @@ def test_chains_of_products_are_forecast(seed: int) -> None:
     if rng.random() < 0.7:
         graph = copying(graph, rng)
     forecasts(graph, rng)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_products_of_the_host_are_forecast(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = hosting(gather_rows(random_chain(rng)), rng)
+    forecasts(copying(graph, rng) if rng.random() < 0.5 else graph, rng)
 
 
 def test_most_of_these_chains_stream() -> None:

@@ -6,7 +6,7 @@ the time follows from the cut pass alone.
 
 Invariant: a forecast is exactly the time that the simulator predicts for the written plan, and the
 bytes that it moves. Passes that need more of the simulator have no forecast: those that choose
-experts, run on several ranks, or run where a lane slows another down.
+experts, or run on several ranks.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class _Lanes:
             self._issued_ns += self._profile.host_op_ns
         end_ns = max(ready_ns, self._free_ns[lane], self._issued_ns) + took_ns
         self._free_ns[lane] = end_ns
+        if lane is Lane.HOST:
+            self._issued_ns = max(self._issued_ns, end_ns)
         return end_ns
 
 
@@ -105,7 +107,8 @@ class Forecaster:
         self._rows = [
             b.id for b in problem.graph.buffers if b.gather is not None and b.id in placed
         ]
-        self._copies = any(task.op == TO_HOST for task in problem.graph.tasks)
+        copies = any(task.op == TO_HOST for task in problem.graph.tasks)
+        self._has_lanes = copies or bool(problem.graph.host_tasks)
 
     def forecast(
         self,
@@ -142,7 +145,7 @@ class Forecaster:
     def _run(self, graph: TaskGraph, streamed: Sequence[int], ring_bytes: int) -> int | None:
         """Return when the pass ends; None if the ring is too small for a task."""
         lanes, ring, tenancy = _Lanes(self._profile), Ring(0, ring_bytes), Tenancy()
-        copies = _Copies(graph, self._placed) if self._copies else None
+        waits = _Waits(graph, self._placed) if self._has_lanes else None
         size, uses = self._problem.of(graph).size, graph.uses
         waiting, streams, extents = deque(streamed), set(streamed), dict[int, Extent]()
         loaded_ns = {b: self._reload(lanes, graph, b, 0) for b in self._rows}
@@ -157,16 +160,17 @@ class Forecaster:
                 extents[buffer] = extent
                 loaded_ns[buffer] = self._reload(lanes, graph, buffer, vacated_ns)
             paged = graph.paged(task)
-            ready_ns = copies.ready_ns(task) if copies else 0
+            ready_ns = waits.ready_ns(task) if waits else 0
             for buffer in paged:
                 if buffer in loaded_ns:
                     ready_ns = max(ready_ns, loaded_ns[buffer])
                 elif buffer in streams:
                     return None
             lane = Lane.D2H if task.op == TO_HOST else Lane.COMPUTE
+            lane = Lane.HOST if task.index in graph.host_tasks else lane
             done_ns = lanes.run(lane, ready_ns, self._costs.task_ns(graph, task))
-            if copies:
-                copies.finish(task, done_ns)
+            if waits:
+                waits.finish(task, done_ns)
             for buffer in paged:
                 if buffer in extents and uses[buffer][-1] == task.index:
                     ring.give_back(buffer)
@@ -181,12 +185,12 @@ class Forecaster:
         return lanes.run(Lane.H2D, ready_ns, took_ns, num_copies)
 
 
-class _Copies:
-    """When tasks may run in a pass that copies to host memory beside its other tasks.
+class _Waits:
+    """When tasks may run in a pass with tasks in several lanes.
 
-    Tasks on the device run one after another, so they never wait for each other. They wait for the
-    copies that read what they overwrite, and for those that read the former contents of their
-    bytes. A copy waits for the task that made what it reads.
+    A task waits for those that made what it reads, for those that read what it overwrites, and for
+    those that used the former contents of its bytes. Touches wait for no other touch. Tasks of one
+    lane run in order, so the waits within it change nothing.
     """
 
     def __init__(self, graph: TaskGraph, placed: Mapping[int, Extent]) -> None:
@@ -194,37 +198,45 @@ class _Copies:
         self._has_bytes = {b for b in placed if graph.buffers[b].gather is not None}
         self._tenancy = Tenancy()
         self._made_ns: dict[int, int] = {}
-        self._copied_ns: dict[int, int] = {}
+        self._touched_ns: dict[int, int] = {}
+        self._read_ns: dict[int, int] = {}
 
     def ready_ns(self, task: Task) -> int:
-        """Return when a task may begin, as far as copies are concerned."""
-        changes = self._changes(task)
+        """Return when a task may begin, as far as other tasks are concerned."""
+        joined = self._joined(task)
         ready_ns = 0
-        for buffer in changes:
-            ready_ns = max(ready_ns, self._copied_ns.get(buffer, 0))
-        for buffer in (*task.reads, *changes):
+        for buffer in task.buffers:
             ready_ns = max(ready_ns, self._made_ns.get(buffer, 0))
+        for buffer in (*task.writes, *joined):
+            ready_ns = max(ready_ns, self._touched_ns.get(buffer, 0))
+        for buffer in (*task.writes, *task.touches, *joined):
+            ready_ns = max(ready_ns, self._read_ns.get(buffer, 0))
         for buffer in self._graph.paged(task):
             if buffer in self._placed and buffer not in self._has_bytes:
                 # Held activations count as if they were freed at their last use: nothing else has
                 # their bytes while they stay.
                 self._has_bytes.add(buffer)
-                ready_ns = max(ready_ns, *self._tenancy.vacators(self._placed[buffer]), 0)
+                vacated_ns = max(self._tenancy.vacators(self._placed[buffer]), default=0)
+                self._made_ns[buffer] = vacated_ns
+                ready_ns = max(ready_ns, vacated_ns)
         return ready_ns
 
     def finish(self, task: Task, done_ns: int) -> None:
         """Note when a task is complete."""
-        for buffer in task.reads if task.op == TO_HOST else ():
-            self._copied_ns[buffer] = done_ns
-        self._made_ns.update(dict.fromkeys(self._changes(task), done_ns))
+        for buffer in task.reads:
+            self._read_ns[buffer] = max(done_ns, self._read_ns.get(buffer, 0))
+        for buffer in task.touches:
+            self._touched_ns[buffer] = max(done_ns, self._touched_ns.get(buffer, 0))
+        for buffer in (*task.writes, *self._joined(task)):
+            self._made_ns[buffer] = done_ns
         for buffer in self._graph.paged(task):
             if buffer in self._placed and self._graph.uses[buffer][-1] == task.index:
-                last_ns = max(done_ns, self._copied_ns.get(buffer, 0))
-                self._tenancy.free(self._placed[buffer], last_ns)
+                ends = (t.get(buffer, 0) for t in (self._read_ns, self._touched_ns))
+                self._tenancy.free(self._placed[buffer], max(done_ns, *ends))
 
     @staticmethod
-    def _changes(task: Task) -> tuple[int, ...]:
-        return (*task.writes, *task.touches, *(task.reads if task.op == JOIN else ()))
+    def _joined(task: Task) -> tuple[int, ...]:
+        return task.reads if task.op == JOIN else ()
 
 
 def can_forecast(problem: Problem) -> bool:

@@ -82,6 +82,11 @@ class Divisible:
     exact_rows: int | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_rows * self.row_bytes
+
+    @property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """All weights of the unit, with the bytes of a row of each; ``buffer`` is the first."""
         own_bytes = self.row_bytes - sum(row_bytes for _, row_bytes in self.beside)
@@ -134,7 +139,8 @@ def divisible_operand(graph: TaskGraph, task: Task) -> Divisible | None:
         and buffer.nbytes == num_matrices * depth * rows * itemsize
         and not varies(*view.shape, *view.stride, view.offset, buffer.nbytes)
     )
-    if not is_whole or len(task.writes) != 1 or not _has_columns(graph, task, out, rows):
+    made = (*task.writes, *(task.touches if graph.host_tasks else ()))
+    if not is_whole or len(made) != 1 or not _has_columns(graph, task, out, rows):
         return None
     return Divisible(buffer.id, rows, num_matrices * depth * itemsize, task.index, num_matrices)
 
@@ -204,9 +210,13 @@ def _place_of_weight(task: Task) -> int | None:
 def _has_columns(graph: TaskGraph, task: Task, out: TensorView, num_columns: int) -> bool:
     """Tell whether a product's result, and its bias, can be cut at the same columns in every call.
 
-    The result must fill its buffer, so that the columns are all of it.
+    The result must fill its buffer, so that the columns are all of it; or it is the first part of a
+    result, beside which the host makes the last one.
     """
-    if out.offset != 0 or out.stride != (num_columns, 1):
+    width, step = out.stride
+    if out.offset != 0 or out.shape[-1] != num_columns or step != 1:
+        return False
+    if task.writes and width != num_columns:
         return False
     if varies(out.shape[-1], *out.stride, out.offset):
         return False
@@ -354,7 +364,8 @@ class SliceWriter:
         for start, end in pairwise((*starts, weight.num_rows)):
             parts = {b: self.slice_of(b, size, start, end) for b, size in weight.parts}
             self.product(task, weight, parts, start, end)
-        self.join(task)
+        if task.writes:  # the parts of a part are joined with the others
+            self.join(task)
 
     def product(
         self, task: Task, weight: Divisible, parts: Mapping[int, int], start: int, end: int
@@ -388,7 +399,7 @@ class SliceWriter:
             results=(columns,),
             reads=tuple(sorted({parts.get(b, b) for b in task.reads})),
             writes=(),
-            touches=task.writes,
+            touches=task.writes or task.touches,
             **costs_of_part(task, end - start, weight.num_rows),
         )
 

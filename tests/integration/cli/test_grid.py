@@ -152,3 +152,17 @@ def test_the_settings_found_are_printed(model: str, tmp_path: Path, cli: Cli) ->
     assert found[0]["stage3_model_persistence_threshold"] > 0
     assert by_policy["static"]["prefill_settings"] is None
     assert searched["row"]["decode"]["best_baseline"] in ("zero-persistence", "static")
+
+
+def test_the_host_computes_in_every_cell_of_ours(model: str, tmp_path: Path, cli: Cli) -> None:
+    slow = {"h2d_bytes_per_s": 1e8, "launch_ns": 0, "transfer_latency_ns": 0}
+    cards = ",".join(str(card(tmp_path, name, **slow)) for name in ("one", "two"))
+    given = ["grid", "--models", model, "--hardware", cards, "--seq", "64"]
+    given += ["--policies", "lru,finepage", "--device-budget", "60%weights"]
+    alone, beside = (
+        {(c["hardware"].rpartition("/")[2], c["policy"]): c["tokens_per_s"] for c in found["cells"]}
+        for found in (cli.json(*given), cli.json(*given, "--host", "server"))
+    )
+    for name in ("one.json", "two.json"):
+        assert beside[f"{name}+server", "lru"] == alone[name, "lru"]
+        assert beside[f"{name}+server", "finepage"] > alone[name, "finepage"]

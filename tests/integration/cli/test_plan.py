@@ -20,7 +20,7 @@ model phase batch seq policy hardware weight_bytes kv_bytes kv_on_host budget_by
 min_budget_bytes peak_bytes host_bytes entry_reloaded_bytes reloaded_bytes offloaded_bytes
 kv_copied_bytes lower_bound_bytes predicted_ns compute_ns transfer_ns lower_bound_ns stall_ns
 num_tasks num_memory_dependencies capture_seconds plan_seconds layout_overhead weights num_ranks
-sent_bytes file_bytes least_file_bytes
+sent_bytes file_bytes least_file_bytes host_ns host_read_bytes lower_bound_alone_ns
 """
 
 
@@ -49,6 +49,29 @@ def test_json_is_one_object(plan: list[str], model: str, phase: str, cli: Cli) -
     assert found["num_tasks"] > 50
     assert found["layout_overhead"] >= 1
     assert found["capture_seconds"] > 0 and found["plan_seconds"] > 0
+
+
+def test_the_host_computes_where_that_is_faster(plan: list[str], cli: Cli, tmp_path: Path) -> None:
+    slow = card(tmp_path, "slow", h2d_bytes_per_s=1e8, launch_ns=0, transfer_latency_ns=0)
+    given = [*plan, "--hardware", str(slow), "--no-split", "--device-budget", "40%weights"]
+    alone, beside = cli.json(*given), cli.json(*given, "--host", "server")
+    assert (beside["hardware"], alone["host_ns"], alone["host_read_bytes"]) == ("slow+server", 0, 0)
+    assert alone["lower_bound_alone_ns"] is None
+    assert beside["lower_bound_alone_ns"] == alone["lower_bound_ns"] > beside["lower_bound_ns"]
+    assert beside["host_ns"] > 0 and beside["predicted_ns"] < alone["predicted_ns"]
+    copied_or_read = beside["reloaded_bytes"] + beside["host_read_bytes"]
+    assert copied_or_read > 0.99 * alone["lower_bound_bytes"]
+    said = cli(*given, "--host", "server").words
+    assert "products of the host" in said and "slow.json+server" in said
+    # It has no room for all weights, and files are not read in place.
+    small = cli.json(*given, "--host", "server", "--host-memory", alone["host_bytes"] - 1)
+    assert small["host_ns"] == 0 and small["lower_bound_alone_ns"] is None
+
+
+def test_a_host_is_refused_by_name(plan: list[str], cli: Cli) -> None:
+    cli.refuses(*plan[:-4], "--hardware", "t4+laptop", *plan[-2:], says="unknown host 'laptop'")
+    given = ("--host", "desktop", "--batch", "auto", "--new", "4")
+    cli.refuses(*plan, *given, says="--host: --batch auto looks at batches in which the host")
 
 
 def test_host_memory_is_a_budget_and_the_disk_lies_below_it(

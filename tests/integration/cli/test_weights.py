@@ -14,6 +14,7 @@ from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph.packed import PACKED_PRODUCTS
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.packing.form import packed_form
 from tests.commands import Cli
 from tests.integration.cli.models import NUM_PARAMETERS, card, small_model
 
@@ -301,8 +302,8 @@ def test_a_model_that_is_quantised_already_is_refused(
 def test_a_quantised_model_is_not_even_asked_for_sixteen_bits(tmp_path: Path) -> None:
     config = load_model_config(str(small_model(tmp_path, quantization_config=QUANTISED)))
     with pytest.raises(ConfigError, match="'bf16' cannot be had"):
-        whatif.packed_form(config, "bf16")
-    assert whatif.packed_form(config, None) is None
+        packed_form(config, "bf16")
+    assert packed_form(config, None) is None
 
 
 @pytest.mark.parametrize("name", ["plan", "compare", "demo"])

@@ -110,7 +110,7 @@ def test_every_step_of_a_steady_pass_has_a_span(rig: Callable[..., Rig], poison:
     spans = recorder.spans()
     expected = lower(made.memgraph, poison=poison).merged
     assert [(s.node, s.lane) for s in spans] == [(s.node.id, s.lane) for s in expected]
-    assert {s.lane for s in spans} == {*Lane} - {Lane.RANKS, Lane.DISK}
+    assert {s.lane for s in spans} == {Lane.COMPUTE, Lane.H2D, Lane.D2H}
 
 
 def test_spans_are_those_of_the_last_pass_alone(rig: Callable[..., Rig]) -> None:

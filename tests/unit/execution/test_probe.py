@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_finepage.execution import probe
-from ds_finepage.graph.profiles import require_usable
+from ds_finepage.graph.profiles import load_profile, require_usable
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -55,3 +55,22 @@ def test_products_grow_until_one_takes_long_enough(
     monkeypatch.setattr(probe, "seconds_of", seconds)
     assert probe._matmul_rate(torch.float32, CPU, scratch_bytes) == pytest.approx(rate)
     assert found == sizes
+
+
+def test_the_slowest_dtype_is_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    numel = probe.HOST_MATRICES * 2048 * 4096
+    took = iter([1.0, 2.0, 3.0, 4.0, 0.1, 10.0])  # by one row and by 16, dtype after dtype
+
+    def seconds(run: partial[None], device: torch.device, *, is_issued: bool) -> float:
+        assert is_issued and run.args[0].shape[0] in (1, probe.HOST_ROWS)
+        run()
+        return next(took)
+
+    monkeypatch.setattr(probe, "seconds_of", seconds)
+    monkeypatch.setattr(probe.torch, "mm", lambda rows, matrix: None)
+    known = load_profile("t4")
+    found = probe.with_measured_host(known, CPU, scratch_bytes=64)
+    assert found.host_bytes_per_s == pytest.approx(numel * 2 / 3)
+    assert found.host_flops_per_s == pytest.approx(2 * 16 * numel / 10)
+    assert found.has_host and not known.has_host
+    assert found.without_host == known

@@ -13,6 +13,7 @@ import pytest
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import DETAILS, HardwareProfile
+from ds_finepage.graph.hosts import HOSTS
 from ds_finepage.graph.profiles import load_profile, profile_names, require_usable
 
 NAMES = (
@@ -150,3 +151,24 @@ def test_corrupt_files_are_refused(tmp_path: Path) -> None:
 def test_rates_must_be_finite(rate: float) -> None:
     with pytest.raises(ConfigError, match="must be positive and finite"):
         require_usable(dataclasses.replace(load_profile("t4"), h2d_bytes_per_s=rate))
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_gives_its_memory_to_the_link_first(host: str) -> None:
+    plain, found = load_profile("t4"), load_profile(f"t4+{host}")
+    assert not plain.has_host and found.has_host and found.name == f"t4+{host}"
+    assert found.host_bytes_per_s + plain.h2d_bytes_per_s == HOSTS[host].memory_bytes_per_s
+    assert found.host_flops_per_s == HOSTS[host].flops_per_s
+    assert HOSTS[host].source in found.source
+    assert dataclasses.replace(found.without_host, name="t4", source=plain.source) == plain
+
+
+def test_a_host_that_is_unknown_or_has_no_memory_to_spare_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown host 'desktp'. Did you mean 'desktop'"):
+        load_profile("t4+desktp")
+    fast = dataclasses.replace(load_profile("t4"), name="fast", h2d_bytes_per_s=1e11)
+    codec.save(fast, tmp_path / "a+b.json")
+    assert load_profile(str(tmp_path / "a+b.json")) == fast
+    with pytest.raises(ConfigError, match="nothing is left to compute with"):
+        load_profile(f"{tmp_path / 'a+b.json'}+desktop")
+    assert load_profile(f"{tmp_path / 'a+b.json'}+server").has_host

@@ -27,7 +27,13 @@ from ds_finepage.graph.memgraph import (
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TO_HOST, Buffer, BufferKind, Task, TaskGraph, TensorView
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.liveness import needed_arena_bytes
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.host_products import with_host_rows
+from ds_finepage.planning.rewrite.split import divisible_weights
 from ds_finepage.planning.simulator import Costs, measured_timeline, simulate
+from tests.property.matmul_chains import matmul_chain
 
 PLAIN = HardwareProfile(
     name="plain",
@@ -38,6 +44,8 @@ PLAIN = HardwareProfile(
     memory_bytes_per_s=1e12,
     flops_per_s={"default": 1e9},
 )
+
+WITH_HOST = dataclasses.replace(PLAIN, host_bytes_per_s=1e9, host_flops_per_s=1e9)
 
 
 class Sketch:
@@ -125,6 +133,34 @@ def test_the_host_issues_nodes_one_after_the_other() -> None:
         assert start >= issued
     assert issued == 3 * 200 + 3 * 50
     assert timeline.total_ns == issued + 100  # the last task starts when it is issued
+
+
+def test_a_task_of_the_host_costs_its_bytes_two_copies_and_a_wait() -> None:
+    graph = matmul_chain([8, 16, 4])
+    units = divisible_weights(graph)
+    graph = with_host_rows(graph, units, {unit.buffer: unit.num_rows for unit in units})
+    profile = dataclasses.replace(WITH_HOST, transfer_latency_ns=7)
+    times = [Costs(profile).task_ns(graph, task) for task in graph.tasks[1:]]
+    # 1,000 operations take longer than the few bytes.
+    assert times == [3 * 7 + 1000, 3 * 7 + 1000]
+    fast = Costs(dataclasses.replace(profile, host_flops_per_s=1e15))
+    assert fast.task_ns(graph, graph.tasks[1]) == 3 * 7 + graph.tasks[1].moved_bytes
+    with pytest.raises(ConfigError, match="no host_bytes_per_s and host_flops_per_s"):
+        Costs(PLAIN).task_ns(graph, graph.tasks[1])
+
+
+def test_the_host_issues_nothing_while_it_computes() -> None:
+    graph = matmul_chain([8, 16, 4])
+    (first, _) = units = divisible_weights(graph)
+    graph = with_host_rows(graph, units, {first.buffer: 16})
+    profile = dataclasses.replace(WITH_HOST, host_op_ns=5, launch_ns=1)
+    plan = plan_finepage(Problem(graph, needed_arena_bytes(graph, 64), 64))
+    timeline = simulate(plan, profile)
+    (host,) = (s for s in timeline.spans if s.lane is Lane.HOST)
+    last = timeline.spans[-1]
+    assert last.lane is Lane.COMPUTE and last.start_ns == host.end_ns + 5
+    assert timeline.busy_ns(Lane.HOST) == host.end_ns - host.start_ns > 0
+    assert timeline.transfer_ns == 0  # it is no copy
 
 
 def test_offloads_have_a_lane_of_their_own_and_outlast_compute() -> None:

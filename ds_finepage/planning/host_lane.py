@@ -1,0 +1,116 @@
+"""Chooses the rows of weights that the host multiplies by.
+
+A pass that misses ``m`` bytes of weights copies them over the link, at rate ``l``. The host can
+multiply by ``h`` of the ``w`` bytes of all weights instead, at rate ``r``, while the link copies
+the others. Two ways are known:
+
+- *Cut* products: the host makes some columns of each, beside the device. The pass takes ``n``, the
+  time of the tasks that are no products, and that of the host: ``c`` to begin its tasks, and
+  ``h / r``.
+- *Whole* products: the host makes some, the device makes the others, one after the other. On the
+  device all of them take ``d``. The pass takes ``n + d (1 - h / w) + c h / w + h / r``.
+
+It also takes ``(m - h) / l``, the time of the copies. The longer of both is least where they are
+equal. Where ``h`` is not positive there, the copies hide behind the tasks, and the host has nothing
+to do. The host issues tasks as well, so none takes less time than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_finepage.graph.memgraph import Lane
+from ds_finepage.graph.routes import routes
+from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.planning.bounds import lower_bound
+from ds_finepage.planning.liveness import needed_arena_bytes
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.host_products import with_host_rows
+from ds_finepage.planning.rewrite.split import Divisible, divisible_weights, quantum
+from ds_finepage.planning.simulator import Costs
+
+
+def can_multiply(graph: TaskGraph) -> list[Divisible]:
+    """List the weights that the host can multiply by; none where ranks share the weights."""
+    return [] if graph.num_ranks > 1 else divisible_weights(graph)
+
+
+def with_host_lane(problem: Problem) -> TaskGraph | None:
+    """Let the host compute products, as many as make the pass fast; None if that gains nothing.
+
+    Args:
+        problem: The pass, its arena, and a profile that knows the host.
+    """
+    graph, known = problem.graph, routes(problem.graph)
+    units = can_multiply(graph)
+    routed = [unit for unit in units if unit.buffer in known]
+    if routed:
+        rows = _missing_experts(problem, routed)
+    elif units:
+        rows = _balanced(problem, units)
+    else:
+        rows = {}
+    return with_host_rows(graph, units, rows) if any(rows.values()) else None
+
+
+def _missing_experts(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
+    """Choose the experts that have no room on the device.
+
+    Copies of experts wait for their router, as the host does, so they do not run beside it.
+    """
+    missing = needed_arena_bytes(problem.graph, problem.alignment) - problem.arena_bytes
+    share = missing / sum(unit.nbytes for unit in units)
+    return _whole_weights(units, min(share, 1.0)) if share > 0 else {}
+
+
+def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
+    """Choose as many rows as let the host and the link end together."""
+    graph, profile = problem.graph, problem.profile
+    assert profile is not None
+    costs, products = Costs(profile), [graph.tasks[unit.task] for unit in units]
+    times = [max(costs.task_ns(graph, task), profile.host_op_ns) for task in graph.tasks]
+    products_ns = sum(times[task.index] for task in products)
+    others_ns = sum(times) - products_ns
+    hosts = [costs.host_product_ns(task.moved_bytes, task.flops) for task in products]
+    host_ns = sum(hosts) + len(units) * profile.host_op_ns
+    begins_ns = len(units) * (costs.host_product_ns(0, 0) + profile.host_op_ns)
+    missing = lower_bound(graph, problem.arena_bytes, problem.alignment, may_cut=problem.split)
+    link = costs.links[Lane.H2D]
+    missing_ns, all_ns = link.ns(missing.nbytes), link.ns(sum(unit.nbytes for unit in units))
+
+    def share_of(fixed_ns: int, more_ns: int) -> float:
+        """Return the share of the host: it adds as much of ``more_ns`` to ``fixed_ns``."""
+        return min(1.0, (missing_ns - fixed_ns) / (all_ns + more_ns))
+
+    whole = share_of(others_ns + products_ns, host_ns - products_ns)
+    if problem.split:
+        cut = share_of(others_ns + begins_ns, host_ns - begins_ns)
+        if cut > whole:
+            return _rows_of_each(units, cut)
+    return _whole_weights(units, whole) if whole > 0 else {}
+
+
+def _rows_of_each(units: Sequence[Divisible], share: float) -> dict[int, int]:
+    """Choose the same share of the rows of each weight."""
+    found, due_bytes = dict[int, int](), 0.0
+    for unit in units:
+        due_bytes += share * unit.num_rows * unit.row_bytes
+        step = quantum(unit)
+        rows = min(int(due_bytes / unit.row_bytes) // step * step, unit.num_rows)
+        if unit.num_matrices > 1 and rows < unit.num_rows:
+            rows = 0  # the rows of several matrices do not lie side by side
+        found[unit.buffer] = rows
+        due_bytes -= rows * unit.row_bytes
+    return found
+
+
+def _whole_weights(units: Sequence[Divisible], share: float) -> dict[int, int]:
+    """Choose whole weights, evenly over the pass."""
+    found, due_bytes = dict[int, int](), 0.0
+    for unit in units:
+        nbytes = unit.num_rows * unit.row_bytes
+        due_bytes += share * nbytes
+        if due_bytes >= nbytes / 2:
+            found[unit.buffer] = unit.num_rows
+            due_bytes -= nbytes
+    return found

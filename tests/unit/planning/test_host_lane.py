@@ -1,0 +1,160 @@
+"""How much the host computes: no choice of another share is clearly faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.planning.bounds import lower_bound
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.host_lane import (
+    _rows_of_each,
+    _whole_weights,
+    can_multiply,
+    with_host_lane,
+)
+from ds_finepage.planning.liveness import needed_arena_bytes
+from ds_finepage.planning.pipeline import PlanSettings, plan_checked
+from ds_finepage.planning.policies import plan_steady
+from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.host_products import host_bytes, with_host_rows
+from ds_finepage.planning.simulator import predicted_ns
+from ds_finepage.planning.time_bound import least_time_beside_host_ns
+from tests.property.experts import layers_of_experts
+from tests.property.matmul_chains import matmul_chain, random_chain
+from tests.property.test_forecasts import machine as any_machine
+from tests.unit.planning.finepage.test_search import machine
+
+UNIT = 64
+GRAPH = gather_rows(matmul_chain([512] * 49))
+WEIGHTS = can_multiply(GRAPH)
+
+
+def with_host(link: float, host: float, **figures: float) -> HardwareProfile:
+    figures = {"host_flops_per_s": 1e15, **figures}
+    return dataclasses.replace(machine(h2d=link), host_bytes_per_s=host, **figures)  # type: ignore[arg-type]
+
+
+def problem(
+    profile: HardwareProfile, percent: int = 40, *, split: bool = True, graph: TaskGraph = GRAPH
+) -> Problem:
+    arena_bytes = needed_arena_bytes(graph, UNIT) * percent // 100
+    return Problem(graph, arena_bytes, UNIT, profile, split)
+
+
+def time_with(shares: dict[int, int], given: Problem) -> int:
+    plan = plan_finepage(given.of(with_host_rows(given.graph, WEIGHTS, shares)))
+    assert given.profile is not None
+    return predicted_ns(plan, given.profile)[0]
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(("link", "host"), [(1e9, 1e9), (1e9, 4e9), (4e9, 1e9)])
+def test_no_other_share_is_much_faster(link: float, host: float, split: bool) -> None:
+    given = problem(with_host(link, host), split=split)
+    found = with_host_lane(given)
+    assert found is not None and given.profile is not None
+    chosen_ns, _ = predicted_ns(plan_finepage(given.of(found)), given.profile)
+    choose = _rows_of_each if split else _whole_weights
+    others = [time_with(choose(WEIGHTS, share / 20), given) for share in range(0, 21, 2)]
+    assert min(chosen_ns, others[0]) <= 1.06 * min(others)  # the planner takes the better one
+    assert host < link or chosen_ns < 0.8 * others[0]
+
+
+@pytest.mark.parametrize("percent", [20, 50, 80])
+@pytest.mark.parametrize("host", [1e9, 1e10])
+def test_no_plan_is_faster_than_the_bound(host: float, percent: int) -> None:
+    profile = with_host(2e9, host)
+    given = problem(profile, percent)
+    plan = plan_steady(GRAPH, arena_bytes=given.arena_bytes, policy="finepage", profile=profile,
+                       alignment=UNIT, split=True)  # fmt: skip
+    bound = lower_bound(GRAPH, given.arena_bytes, UNIT, may_cut=True)
+    total_ns, _ = predicted_ns(plan, profile)
+    assert least_time_beside_host_ns(bound, profile) <= total_ns
+    assert total_ns <= 1.15 * least_time_beside_host_ns(bound, profile)
+
+
+def test_what_the_link_must_copy_is_part_of_the_bound() -> None:
+    bound = lower_bound(GRAPH, 0, UNIT, may_cut=True)
+    more = dataclasses.replace(bound, per_call_bytes=bound.per_call_bytes + 10**9)
+    profile = with_host(1e9, 1e15)
+    assert least_time_beside_host_ns(bound, profile) < 10**8
+    assert least_time_beside_host_ns(more, profile) >= 10**9
+
+
+def test_copies_that_hide_leave_the_host_nothing() -> None:
+    assert with_host_lane(problem(with_host(1e15, 1e9))) is None
+    ample = problem(with_host(1e9, 1e9), 200)
+    assert with_host_lane(ample) is None
+
+
+def test_many_rows_are_left_to_the_device() -> None:
+    prefill = gather_rows(matmul_chain([512] * 49, num_rows=512))
+    tasks = tuple(dataclasses.replace(t, flops=2 * 512**3) for t in prefill.tasks)
+    prefill = dataclasses.replace(prefill, tasks=tasks)
+    profile = with_host(1e9, 1e10, host_flops_per_s=1e9)
+    few, many = (with_host_lane(problem(profile, graph=g)) for g in (GRAPH, prefill))
+    assert few is not None and host_bytes(few) > 10 * (0 if many is None else host_bytes(many))
+
+
+def test_ranks_that_share_weights_have_no_lane_of_the_host() -> None:
+    assert can_multiply(dataclasses.replace(GRAPH, num_ranks=2)) == []
+    shared = dataclasses.replace(GRAPH, num_ranks=2)
+    assert with_host_lane(problem(with_host(1e9, 1e9), graph=shared)) is None
+
+
+def test_the_host_takes_the_experts_that_have_no_room() -> None:
+    graph = layers_of_experts(num_layers=4, num_experts=8, rows=2)
+    given = problem(with_host(1e6, 1e9), 50, graph=graph)
+    found = with_host_lane(given)
+    assert found is not None
+    on_host = [b for b in found.buffers if b.kind is BufferKind.MASTER]
+    assert on_host and {b.name.rpartition(".")[2] for b in on_host} <= {"up", "down"}
+    # The others have room.
+    assert needed_arena_bytes(found, UNIT) <= given.arena_bytes * 1.25
+    assert with_host_lane(problem(with_host(1e6, 1e9), 100, graph=graph)) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_host_never_makes_a_pass_slower(seed: int) -> None:
+    rng = random.Random(seed)
+    graph, profile = random_chain(rng), any_machine(rng)
+    given = problem(profile, rng.choice([50, 70, 90]), split=rng.random() < 0.5, graph=graph)
+    if not given.is_feasible:
+        return
+    settings = {"arena_bytes": given.arena_bytes, "policy": "finepage", "alignment": UNIT}
+    alone, beside = (
+        plan_steady(graph, profile=p, split=given.split, **settings)  # type: ignore[arg-type]
+        for p in (profile.without_host, profile)
+    )
+    assert not alone.graph.host_tasks
+    assert predicted_ns(beside, profile) <= predicted_ns(alone, profile)
+
+
+def test_other_policies_leave_the_host_alone() -> None:
+    profile = with_host(1e9, 1e9)
+    for policy in ("horizon", "lru", "static"):
+        settings = PlanSettings(policy=policy, split=False, alignment=UNIT, profile=profile)
+        graph = matmul_chain([512] * 9)
+        planned = plan_checked(graph, problem(profile, 80, graph=graph).arena_bytes, settings)
+        assert not planned.memgraph.graph.host_tasks
+        assert planned.lower_bound_ns == planned.lower_bound_alone_ns
+
+
+def test_a_plan_has_both_bounds_and_counts_the_bytes_of_the_host_as_there() -> None:
+    profile = with_host(1e9, 4e9)
+    settings = PlanSettings(policy="finepage", split=True, alignment=UNIT, profile=profile)
+    arena_bytes = problem(profile).arena_bytes
+    planned = plan_checked(GRAPH, arena_bytes, settings)
+    alone = plan_checked(
+        GRAPH, arena_bytes, dataclasses.replace(settings, profile=profile.without_host)
+    )
+    read = host_bytes(planned.memgraph.graph)
+    assert read > 0
+    assert planned.lower_bound_bytes == max(0, alone.lower_bound_bytes - read)
+    assert planned.lower_bound_ns < planned.lower_bound_alone_ns == alone.lower_bound_ns
