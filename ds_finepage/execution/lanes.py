@@ -68,6 +68,7 @@ class CpuLanes:
             return
         done = {(s.lane, s.position): threading.Event() for s in program.merged if s.signals}
         errors: list[BaseException] = []  # where there is one, every lane stops
+        num_threads = torch.get_num_threads()
 
         def wake_all() -> None:
             for event in done.values():
@@ -75,6 +76,8 @@ class CpuLanes:
 
         def run_lane(steps: tuple[Step, ...]) -> None:
             try:
+                if torch.get_num_threads() != num_threads:  # each thread has its own setting
+                    torch.set_num_threads(num_threads)
                 with torch.no_grad():
                     self._run_steps(steps, actions, done, errors)
             except BaseException as error:

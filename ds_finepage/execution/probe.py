@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ds_finepage.execution.device import device_of
+from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.graph.hardware import HardwareProfile
 
 MIB = 1 << 20
@@ -20,9 +21,15 @@ IN_A_ROW = 64
 NUM_COPIES = 16
 """The fastest of so many copies counts. On a busy CPU the first ten may wait for a thread."""
 
-HOST_MATRICES, HOST_SHAPE, HOST_ROWS = 8, (2048, 4096), 16
-"""What the host multiplies: so many matrices of such a shape, which no cache holds, by one row and
-by so many."""
+HOST_BYTES, HOST_WIDTH, HOST_ROWS = 128 * MIB, 4096, 16
+"""The host multiplies by a matrix of so many bytes, which few caches hold, and of such a width; by
+one row and by so many."""
+
+HOST_COPIES = 4
+"""Copies that the link makes meanwhile."""
+
+ORDINARY = 0x3C
+"""Numbers made of this byte are ordinary ones in each dtype."""
 
 LONG_ENOUGH_S = 0.004
 """A product that takes as long shows the rate of the device."""
@@ -80,26 +87,29 @@ def with_measured_host(
     """
     known, rates, flops = device_of(device), list[float](), list[float]()
     with torch.inference_mode(False), torch.no_grad():
-        host = known.pinned(torch.ones(scratch_bytes, dtype=torch.uint8))
-        on_device = torch.empty_like(host, device=device) if known.is_accelerator else None
+        # Outside of torch, so that no meter of a CPU takes it for memory of the device.
+        block = host_bytes(HOST_BYTES, pinned=False).fill_(ORDINARY)
+        result = host_bytes(HOST_BYTES // HOST_WIDTH * HOST_ROWS, pinned=False)
+        pinned = known.pinned(torch.ones(scratch_bytes // 4 if known.is_accelerator else 1))
+        on_device = torch.empty_like(pinned, device=device)
+
+        def multiply(rows: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+            for _ in range(HOST_COPIES):
+                on_device.copy_(pinned, non_blocking=True)
+            torch.mm(rows, matrix, out=out)
+
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            matrices = [torch.ones(HOST_SHAPE, dtype=dtype).t() for _ in range(HOST_MATRICES)]
-
-            def run(rows: torch.Tensor, matrices: list[torch.Tensor] = matrices) -> None:
-                for matrix in matrices:
-                    if on_device is not None:
-                        on_device.copy_(host, non_blocking=True)
-                    torch.mm(rows, matrix)
-
+            rows, made = block.view(dtype).view(-1, HOST_WIDTH), result.view(dtype)
             one, few = (
                 seconds_of(
-                    partial(run, torch.ones(n, HOST_SHAPE[1], dtype=dtype)), device, is_issued=True
+                    partial(multiply, rows[:n], rows.t(), made[: n * len(rows)].view(n, -1)),
+                    device,
+                    is_issued=True,
                 )
                 for n in (1, HOST_ROWS)
             )
-            numel = sum(matrix.numel() for matrix in matrices)
-            rates.append(numel * dtype.itemsize / one)
-            flops.append(2 * HOST_ROWS * numel / few)
+            rates.append(HOST_BYTES / one)
+            flops.append(2 * HOST_ROWS * rows.numel() / few)
     return replace(profile, host_bytes_per_s=min(rates), host_flops_per_s=min(flops))
 
 

@@ -262,11 +262,11 @@ class TaskGraph:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """The most workspace at one time: a task that copies to host memory runs beside another."""
-        largest = {True: 0, False: 0}
+        """The most workspace at one time: copies to the host and its tasks run beside the others."""
+        largest: dict[tuple[bool, bool], int] = {}
         for task in self.tasks:
-            is_copy = task.op == TO_HOST
-            largest[is_copy] = max(largest[is_copy], task.workspace_bytes)
+            lane = task.op == TO_HOST, task.index in self.host_tasks
+            largest[lane] = max(largest.get(lane, 0), task.workspace_bytes)
         return sum(largest.values())
 
     def is_handed(self, buffer: Buffer) -> bool:

@@ -189,6 +189,18 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
     assert 0 < len(slept) < 1200
 
 
+def test_lanes_compute_with_the_threads_of_the_caller(lanes: CpuLanes) -> None:
+    program = program_of("compute t", "host p <t")
+    before, seen = torch.get_num_threads(), list[int]()
+    try:
+        for num_threads in (1, 2, 1):
+            torch.set_num_threads(num_threads)
+            lanes.run(program, dict.fromkeys((0, 1), lambda: seen.append(torch.get_num_threads())))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 1, 2, 2, 1, 1]
+
+
 # --- ends ------------------------------------------------------------------------------------
 
 

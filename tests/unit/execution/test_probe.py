@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ds_finepage.execution import probe
+from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.profiles import load_profile, require_usable
 
 CPU = torch.device("cpu")
@@ -58,19 +59,22 @@ def test_products_grow_until_one_takes_long_enough(
 
 
 def test_the_slowest_dtype_is_the_rate_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    numel = probe.HOST_MATRICES * 2048 * 4096
     took = iter([1.0, 2.0, 3.0, 4.0, 0.1, 10.0])  # by one row and by 16, dtype after dtype
 
     def seconds(run: partial[None], device: torch.device, *, is_issued: bool) -> float:
-        assert is_issued and run.args[0].shape[0] in (1, probe.HOST_ROWS)
+        rows, matrix, out = run.args
+        assert is_issued and out.shape == (rows.shape[0], matrix.shape[1])
+        assert 0 < float(rows[0, 0]) < 2 and float(rows[-1, -1]) == float(rows[0, 0])
         run()
         return next(took)
 
     monkeypatch.setattr(probe, "seconds_of", seconds)
-    monkeypatch.setattr(probe.torch, "mm", lambda rows, matrix: None)
+    monkeypatch.setattr(probe, "HOST_BYTES", num_bytes := 64 * 4 * probe.HOST_WIDTH)
     known = load_profile("t4")
-    found = probe.with_measured_host(known, CPU, scratch_bytes=64)
-    assert found.host_bytes_per_s == pytest.approx(numel * 2 / 3)
-    assert found.host_flops_per_s == pytest.approx(2 * 16 * numel / 10)
+    with DeviceMeter(CPU) as meter:
+        found = probe.with_measured_host(known, CPU, scratch_bytes=64)
+    assert meter.peak_bytes < num_bytes // 4  # what it multiplies by is no memory of the device
+    assert found.host_bytes_per_s == pytest.approx(num_bytes / 3)
+    assert found.host_flops_per_s == pytest.approx(2 * 16 * num_bytes / 2 / 10)
     assert found.has_host and not known.has_host
     assert found.without_host == known

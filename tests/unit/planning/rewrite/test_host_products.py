@@ -37,6 +37,13 @@ def test_a_whole_weight_is_read_where_it_lies() -> None:
     assert non_arena_bytes(found, 64) == non_arena_bytes(GRAPH, 64)  # it takes no device bytes
 
 
+def test_a_task_of_the_host_has_its_workspace_beside_that_of_the_others() -> None:
+    tasks = tuple(dataclasses.replace(t, workspace_bytes=10 + t.index) for t in GRAPH.tasks)
+    graph = dataclasses.replace(GRAPH, tasks=tasks)
+    assert graph.workspace_bytes == 12
+    assert with_host_rows(graph, UNITS, {SECOND: 4}).workspace_bytes == 11 + 12
+
+
 def test_no_rows_leave_the_pass_as_it_is() -> None:
     assert on_host({}) == on_host({FIRST: 0}) == GRAPH
     assert not GRAPH.host_tasks
