@@ -305,9 +305,17 @@ def run_on_host(op: Any, args: list[Any], kwargs: dict[str, Any], outs: list[Any
     """Run an op on the host: its activations come down, and its results go up to their place.
 
     The host waits for the activations.
+
+    Raises:
+        TaskMismatchError: torch cannot compute the op on a CPU.
     """
     down, named = [on_host(a) for a in args], {name: on_host(a) for name, a in kwargs.items()}
-    run_and_copy(op, down, named, outs)
+    try:
+        run_and_copy(op, down, named, outs)
+    except NotImplementedError as error:
+        raise TaskMismatchError(
+            f"this host cannot compute {op}: {error}. Set finepage.host_compute to 'off'."
+        ) from error
 
 
 def on_host(value: Any) -> Any:

@@ -262,7 +262,7 @@ class TaskGraph:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """The most workspace at one time: copies to the host and its tasks run beside the others."""
+        """The most workspace at one time: copies to the host, and its tasks, run beside others."""
         largest: dict[tuple[bool, bool], int] = {}
         for task in self.tasks:
             lane = task.op == TO_HOST, task.index in self.host_tasks

@@ -51,8 +51,12 @@ def test_json_is_one_object(plan: list[str], model: str, phase: str, cli: Cli) -
     assert found["capture_seconds"] > 0 and found["plan_seconds"] > 0
 
 
-def test_the_host_computes_where_that_is_faster(plan: list[str], cli: Cli, tmp_path: Path) -> None:
-    slow = card(tmp_path, "slow", h2d_bytes_per_s=1e8, launch_ns=0, transfer_latency_ns=0)
+def test_the_host_computes_where_that_is_faster(
+    plan: list[str], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "PIECE_BYTES", 1 << 12)
+    rates = {"h2d_bytes_per_s": 1e8, "disk_bytes_per_s": 1e8}
+    slow = card(tmp_path, "slow", **rates, launch_ns=0, transfer_latency_ns=0)
     given = [*plan, "--hardware", str(slow), "--no-split", "--device-budget", "40%weights"]
     alone, beside = cli.json(*given), cli.json(*given, "--host", "server")
     assert (beside["hardware"], alone["host_ns"], alone["host_read_bytes"]) == ("slow+server", 0, 0)

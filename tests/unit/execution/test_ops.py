@@ -18,6 +18,7 @@ from ds_finepage.execution.ops import (
     out_overload,
     resolve_op,
     run_and_copy,
+    run_on_host,
 )
 from ds_finepage.graph.taskgraph import JOIN, Ref, Symbol, Task
 
@@ -399,3 +400,21 @@ def test_a_result_that_nobody_reads_is_not_copied(comes_late: bool) -> None:
     expected, _ = aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
     assert torch.equal(out, expected)
     assert sums.isnan().all()
+
+
+def test_a_task_of_the_host_gets_its_arguments_there() -> None:
+    out, given = torch.zeros(2, 2), torch.ones(2, 2)
+    run_on_host(aten.mm.default, [given, given], {}, [out])
+    assert out.tolist() == [[2, 2], [2, 2]]
+    bench = Bench(given, given, out)
+    task = Task(0, "aten.mm.default", args=(Ref(0), Ref(1)), results=(2,))
+    bound = bind(task, bench.tensors.__getitem__, [], into_place=True, is_host=True)
+    assert bound.call is run_on_host and bound.waits
+
+
+def test_an_op_that_no_cpu_has_is_named() -> None:
+    def op(*_: Any) -> Any:
+        raise NotImplementedError("no kernel for Half")
+
+    with pytest.raises(TaskMismatchError, match="this host cannot compute .* no kernel for Half"):
+        run_on_host(op, [torch.ones(1)], {}, [torch.ones(1)])
