@@ -17,10 +17,10 @@ to do. The host issues tasks as well, so none takes less time than that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ds_finepage.graph.memgraph import Lane
-from ds_finepage.graph.routes import routes
+from ds_finepage.graph.routes import Route, routes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.liveness import needed_arena_bytes
@@ -35,8 +35,8 @@ def can_multiply(graph: TaskGraph) -> list[Divisible]:
     return [] if graph.num_ranks > 1 else divisible_weights(graph)
 
 
-def with_host_lane(problem: Problem) -> TaskGraph | None:
-    """Let the host compute products, as many as make the pass fast; None if that gains nothing.
+def with_host_lane(problem: Problem) -> Iterator[TaskGraph]:
+    """Let the host compute products, as many as may make the pass fast; yield each way to do so.
 
     Args:
         problem: The pass, its arena, and a profile that knows the host.
@@ -45,22 +45,31 @@ def with_host_lane(problem: Problem) -> TaskGraph | None:
     units = can_multiply(graph)
     routed = [unit for unit in units if unit.buffer in known]
     if routed:
-        rows = _missing_experts(problem, routed)
-    elif units:
-        rows = _balanced(problem, units)
+        ways = _missing_experts(problem, routed, known)
     else:
-        rows = {}
-    return with_host_rows(graph, units, rows) if any(rows.values()) else None
+        ways = iter([_balanced(problem, units)] if units else [])
+    for rows in ways:
+        if any(rows.values()):
+            yield with_host_rows(graph, units, rows)
 
 
-def _missing_experts(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
-    """Choose the experts that have no room on the device.
+def _missing_experts(
+    problem: Problem, units: Sequence[Divisible], known: Mapping[int, Route]
+) -> Iterator[dict[int, int]]:
+    """Choose the layers whose experts have no room on the device, all of each or all but the last.
 
-    Copies of experts wait for their router, as the host does, so they do not run beside it.
+    The copies of a layer's experts wait for its router, as the host does. So the link can bring the
+    last ones while the host multiplies by the others, and other layers cannot help.
     """
     missing = needed_arena_bytes(problem.graph, problem.alignment) - problem.arena_bytes
-    share = missing / sum(unit.nbytes for unit in units)
-    return _whole_weights(units, min(share, 1.0)) if share > 0 else {}
+    layers: dict[int, list[Divisible]] = {}
+    for unit in units:
+        layers.setdefault(known[unit.buffer].source, []).append(unit)
+    if missing <= 0:
+        return
+    chosen = _evenly(list(layers.values()), missing / sum(unit.nbytes for unit in units))
+    for end in (None, -1):
+        yield {unit.buffer: unit.num_rows for layer in chosen for unit in layer[:end]}
 
 
 def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
@@ -87,7 +96,9 @@ def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
         cut = share_of(others_ns + begins_ns, host_ns - begins_ns)
         if cut > whole:
             return _rows_of_each(units, cut)
-    return _whole_weights(units, whole) if whole > 0 else {}
+    if whole <= 0:
+        return {}
+    return {unit.buffer: unit.num_rows for (unit,) in _evenly([[u] for u in units], whole)}
 
 
 def _rows_of_each(units: Sequence[Divisible], share: float) -> dict[int, int]:
@@ -104,13 +115,13 @@ def _rows_of_each(units: Sequence[Divisible], share: float) -> dict[int, int]:
     return found
 
 
-def _whole_weights(units: Sequence[Divisible], share: float) -> dict[int, int]:
-    """Choose whole weights, evenly over the pass."""
-    found, due_bytes = dict[int, int](), 0.0
-    for unit in units:
-        nbytes = unit.num_rows * unit.row_bytes
+def _evenly(weights: Sequence[list[Divisible]], share: float) -> list[list[Divisible]]:
+    """Choose weights, or groups of them, evenly over the pass."""
+    found, due_bytes = list[list[Divisible]](), 0.0
+    for group in weights:
+        nbytes = sum(unit.nbytes for unit in group)
         due_bytes += share * nbytes
         if due_bytes >= nbytes / 2:
-            found[unit.buffer] = unit.num_rows
+            found.append(group)
             due_bytes -= nbytes
     return found

@@ -210,8 +210,5 @@ def _with_host_lane(
     problem: Problem, profile: HardwareProfile, policy: Policy, best: MemGraph
 ) -> MemGraph:
     """Return the faster plan: the best one without the lane of the host, or one with it."""
-    graph = with_host_lane(problem)
-    if graph is None:
-        return best
-    found = policy.plan(problem.of(graph))
-    return min(best, found, key=lambda plan: predicted_ns(plan, profile)[0])
+    plans = [best, *(policy.plan(problem.of(graph)) for graph in with_host_lane(problem))]
+    return min(plans, key=lambda plan: predicted_ns(plan, profile)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,8 +13,8 @@ from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.host_lane import (
+    _evenly,
     _rows_of_each,
-    _whole_weights,
     can_multiply,
     with_host_lane,
 )
@@ -23,6 +24,7 @@ from ds_finepage.planning.policies import plan_steady
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.host_products import host_bytes, with_host_rows
+from ds_finepage.planning.rewrite.split import Divisible
 from ds_finepage.planning.simulator import predicted_ns
 from ds_finepage.planning.time_bound import least_time_beside_host_ns
 from tests.property.experts import layers_of_experts
@@ -47,6 +49,10 @@ def problem(
     return Problem(graph, arena_bytes, UNIT, profile, split)
 
 
+def whole_ones(units: Sequence[Divisible], share: float) -> dict[int, int]:
+    return {unit.buffer: unit.num_rows for (unit,) in _evenly([[u] for u in units], share)}
+
+
 def time_with(shares: dict[int, int], given: Problem) -> int:
     plan = plan_finepage(given.of(with_host_rows(given.graph, WEIGHTS, shares)))
     assert given.profile is not None
@@ -57,10 +63,10 @@ def time_with(shares: dict[int, int], given: Problem) -> int:
 @pytest.mark.parametrize(("link", "host"), [(1e9, 1e9), (1e9, 4e9), (4e9, 1e9)])
 def test_no_other_share_is_much_faster(link: float, host: float, split: bool) -> None:
     given = problem(with_host(link, host), split=split)
-    found = with_host_lane(given)
-    assert found is not None and given.profile is not None
+    (found,) = with_host_lane(given)
+    assert given.profile is not None
     chosen_ns, _ = predicted_ns(plan_finepage(given.of(found)), given.profile)
-    choose = _rows_of_each if split else _whole_weights
+    choose = _rows_of_each if split else whole_ones
     others = [time_with(choose(WEIGHTS, share / 20), given) for share in range(0, 21, 2)]
     assert min(chosen_ns, others[0]) <= 1.06 * min(others)  # the planner takes the better one
     assert host < link or chosen_ns < 0.8 * others[0]
@@ -88,9 +94,9 @@ def test_what_the_link_must_copy_is_part_of_the_bound() -> None:
 
 
 def test_copies_that_hide_leave_the_host_nothing() -> None:
-    assert with_host_lane(problem(with_host(1e15, 1e9))) is None
+    assert list(with_host_lane(problem(with_host(1e15, 1e9)))) == []
     ample = problem(with_host(1e9, 1e9), 200)
-    assert with_host_lane(ample) is None
+    assert list(with_host_lane(ample)) == []
 
 
 def test_many_rows_are_left_to_the_device() -> None:
@@ -98,26 +104,29 @@ def test_many_rows_are_left_to_the_device() -> None:
     tasks = tuple(dataclasses.replace(t, flops=2 * 512**3) for t in prefill.tasks)
     prefill = dataclasses.replace(prefill, tasks=tasks)
     profile = with_host(1e9, 1e10, host_flops_per_s=1e9)
-    few, many = (with_host_lane(problem(profile, graph=g)) for g in (GRAPH, prefill))
-    assert few is not None and host_bytes(few) > 10 * (0 if many is None else host_bytes(many))
+    few, many = (
+        sum(map(host_bytes, with_host_lane(problem(profile, graph=g)))) for g in (GRAPH, prefill)
+    )
+    assert few > 10 * many
 
 
 def test_ranks_that_share_weights_have_no_lane_of_the_host() -> None:
     assert can_multiply(dataclasses.replace(GRAPH, num_ranks=2)) == []
     shared = dataclasses.replace(GRAPH, num_ranks=2)
-    assert with_host_lane(problem(with_host(1e9, 1e9), graph=shared)) is None
+    assert list(with_host_lane(problem(with_host(1e9, 1e9), graph=shared))) == []
 
 
 def test_the_host_takes_the_experts_that_have_no_room() -> None:
     graph = layers_of_experts(num_layers=4, num_experts=8, rows=2)
     given = problem(with_host(1e6, 1e9), 50, graph=graph)
-    found = with_host_lane(given)
-    assert found is not None
-    on_host = [b for b in found.buffers if b.kind is BufferKind.MASTER]
-    assert on_host and {b.name.rpartition(".")[2] for b in on_host} <= {"up", "down"}
-    # The others have room.
-    assert needed_arena_bytes(found, UNIT) <= given.arena_bytes * 1.25
-    assert with_host_lane(problem(with_host(1e6, 1e9), 100, graph=graph)) is None
+    both, all_but_the_last = with_host_lane(given)
+    for found, names in ((both, {"up", "down"}), (all_but_the_last, {"up"})):
+        on_host = [b for b in found.buffers if b.kind is BufferKind.MASTER]
+        assert {b.name.rpartition(".")[2] for b in on_host} == names
+    # Half of the layers have room.
+    assert needed_arena_bytes(both, UNIT) <= given.arena_bytes * 1.25
+    assert 2 * host_bytes(all_but_the_last) == host_bytes(both)
+    assert list(with_host_lane(problem(with_host(1e6, 1e9), 100, graph=graph))) == []
 
 
 @pytest.mark.parametrize("seed", range(40))
