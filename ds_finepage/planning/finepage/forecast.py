@@ -189,8 +189,8 @@ class _Waits:
     """When tasks may run in a pass with tasks in several lanes.
 
     A task waits for those that made what it reads, for those that read what it overwrites, and for
-    those that used the former contents of its bytes. Touches wait for no other touch. Tasks of one
-    lane run in order, so the waits within it change nothing.
+    those that used the former contents of its bytes. Touches wait for no other touch, and a join
+    need not: the device makes them in order, and the host issues nothing before its own are done.
     """
 
     def __init__(self, graph: TaskGraph, placed: Mapping[int, Extent]) -> None:
@@ -198,7 +198,6 @@ class _Waits:
         self._has_bytes = {b for b in placed if graph.buffers[b].gather is not None}
         self._tenancy = Tenancy()
         self._made_ns: dict[int, int] = {}
-        self._touched_ns: dict[int, int] = {}
         self._read_ns: dict[int, int] = {}
 
     def ready_ns(self, task: Task) -> int:
@@ -207,8 +206,6 @@ class _Waits:
         ready_ns = 0
         for buffer in task.buffers:
             ready_ns = max(ready_ns, self._made_ns.get(buffer, 0))
-        for buffer in (*task.writes, *joined):
-            ready_ns = max(ready_ns, self._touched_ns.get(buffer, 0))
         for buffer in (*task.writes, *task.touches, *joined):
             ready_ns = max(ready_ns, self._read_ns.get(buffer, 0))
         for buffer in self._graph.paged(task):
@@ -225,14 +222,12 @@ class _Waits:
         """Note when a task is complete."""
         for buffer in task.reads:
             self._read_ns[buffer] = max(done_ns, self._read_ns.get(buffer, 0))
-        for buffer in task.touches:
-            self._touched_ns[buffer] = max(done_ns, self._touched_ns.get(buffer, 0))
         for buffer in (*task.writes, *self._joined(task)):
             self._made_ns[buffer] = done_ns
         for buffer in self._graph.paged(task):
             if buffer in self._placed and self._graph.uses[buffer][-1] == task.index:
-                ends = (t.get(buffer, 0) for t in (self._read_ns, self._touched_ns))
-                self._tenancy.free(self._placed[buffer], max(done_ns, *ends))
+                last_ns = max(done_ns, self._read_ns.get(buffer, 0))
+                self._tenancy.free(self._placed[buffer], last_ns)
 
     @staticmethod
     def _joined(task: Task) -> tuple[int, ...]:

@@ -93,6 +93,18 @@ def test_what_the_link_must_copy_is_part_of_the_bound() -> None:
     assert least_time_beside_host_ns(more, profile) >= 10**9
 
 
+def test_the_host_multiplies_only_while_the_device_runs_products() -> None:
+    lookup, *products = matmul_chain([512] * 49).tasks
+    graph = matmul_chain([512] * 49)
+    slow = dataclasses.replace(lookup, time_ns=10**7)
+    profile = with_host(1e9, 1e9)
+    times = [
+        least_time_beside_host_ns(lower_bound(g, 0, UNIT, may_cut=True), profile)
+        for g in (graph, dataclasses.replace(graph, tasks=(slow, *products)))
+    ]
+    assert times[1] - times[0] == pytest.approx(10**7 / 2, rel=0.01)
+
+
 def test_copies_that_hide_leave_the_host_nothing() -> None:
     assert list(with_host_lane(problem(with_host(1e15, 1e9)))) == []
     ample = problem(with_host(1e9, 1e9), 200)
@@ -146,7 +158,7 @@ def test_the_host_never_makes_a_pass_slower(seed: int) -> None:
 
 
 def test_other_policies_leave_the_host_alone() -> None:
-    profile = with_host(1e9, 1e9)
+    profile = with_host(1e9, 1e11)
     for policy in ("horizon", "lru", "static"):
         settings = PlanSettings(policy=policy, split=False, alignment=UNIT, profile=profile)
         graph = matmul_chain([512] * 9)
