@@ -131,8 +131,7 @@ class OpMeter:
     def in_place(self, graph: TaskGraph) -> frozenset[int]:
         """Return the tasks that may write into their extents; see [Note: the form of an op]."""
         costs = [self._costs.get(s) for s in _signatures(graph)]
-        found = (i for i, cost in enumerate(costs) if cost is not None and cost.into_place)
-        return frozenset(found) - graph.host_tasks
+        return frozenset(i for i, c in enumerate(costs) if c is not None and c.into_place)
 
     def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
         """Return the taskgraph with measured ``time_ns`` and ``workspace_bytes``.
