@@ -155,7 +155,9 @@ def require_counts(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def note_link(num_ranks: int, profile: HardwareProfile) -> None:
-    """Say on the standard error that the time of collectives is not known."""
+    """Say on the standard error that the time of collectives is not known, or the host idle."""
+    if num_ranks > 1 and profile.has_host:
+        note("the host computes nothing where ranks share a model")
     if num_ranks > 1 and not profile.rank_bytes_per_s:
         note(
             f"{profile.name} has no rank_bytes_per_s, so what ranks send to each other takes the "

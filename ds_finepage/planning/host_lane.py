@@ -105,7 +105,7 @@ def _rows_of_each(units: Sequence[Divisible], share: float) -> dict[int, int]:
     """Choose the same share of the rows of each weight."""
     found, due_bytes = dict[int, int](), 0.0
     for unit in units:
-        due_bytes += share * unit.num_rows * unit.row_bytes
+        due_bytes += share * unit.nbytes
         step = quantum(unit)
         rows = min(int(due_bytes / unit.row_bytes) // step * step, unit.num_rows)
         if unit.num_matrices > 1 and rows < unit.num_rows:

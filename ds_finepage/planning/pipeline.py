@@ -93,8 +93,9 @@ class Planned:
     @cached_property
     def lower_bound_ns(self) -> int:
         """Time that a pass takes at least; it holds as widely as ``lower_bound_bytes``."""
-        if self.settings.profile.has_host and policy_named(self.settings.policy).is_cyclic:
-            return least_time_beside_host_ns(self._bound, self.settings.profile)
+        profile, is_alone = self.settings.profile, self.graph.num_ranks == 1
+        if profile.has_host and is_alone and policy_named(self.settings.policy).is_cyclic:
+            return least_time_beside_host_ns(self._bound, profile)
         return self.lower_bound_alone_ns
 
     @cached_property

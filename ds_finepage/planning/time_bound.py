@@ -44,18 +44,21 @@ def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int)
 def least_time_beside_host_ns(bound: LowerBound, profile: HardwareProfile) -> int:
     """Return a time that no steady pass beats in which the host may compute products.
 
-    Tasks that are no products run on the device, one after another, in ``n`` seconds; the host
-    issues them and computes nothing meanwhile. In the rest of ``t`` seconds it multiplies at rate
-    ``r``, while the link copies all the time, at rate ``l``. They read the missing ``m`` bytes of
-    weights between them, so ``l t + r (t - n) >= m``. The bytes that no product reads are copied.
-    The products of all weights also take the device and the host some time together.
+    The host issues the tasks that are no products, in ``n`` seconds, and computes nothing
+    meanwhile. In the rest of ``t`` seconds it multiplies at rate ``r``, while the link copies all
+    the time, at rate ``l``. They read the missing ``m`` bytes of weights between them, so
+    ``l t + r (t - n) >= m``. The bytes that no product reads are copied.
+
+    The device runs the tasks that are no products in ``o`` seconds, and it would take ``d`` for all
+    products where the host takes ``q``. If it makes a share ``x`` of them, it is busy for
+    ``o + x d`` seconds, and the host for ``n + (1 - x) q``. No share makes the longer less than the
+    one at which both are equal.
 
     Args:
         bound: The fewest bytes that a pass without the host reloads.
         profile: The machine, which knows its host.
     """
     graph, tasks_ns = bound.graph, alone_ns(bound.graph, profile)
-    tasks_ns = [max(task_ns, profile.host_op_ns) for task_ns in tasks_ns]
     products = [task for task in graph.tasks if task.op in MATMULS]
     reads, known = {b for task in products for b in task.reads}, routes(graph)
     used_bytes = sum(
@@ -69,12 +72,14 @@ def least_time_beside_host_ns(bound: LowerBound, profile: HardwareProfile) -> in
         for task in products
     )
     others_ns, host_ns = sum(tasks_ns) - device_ns, host_s * NS_PER_S
-    link_rate = profile.h2d_bytes_per_s / NS_PER_S
-    host_rate = used_bytes / max(1, host_ns)
+    issue_ns = (len(graph.tasks) - len(products)) * profile.host_op_ns
+    equal = (issue_ns + host_ns - others_ns) / max(1, device_ns + host_ns)
+    link_rate, host_rate = profile.h2d_bytes_per_s / NS_PER_S, used_bytes / max(1, host_ns)
     return int(
         max(
-            others_ns + device_ns * host_ns / max(1, device_ns + host_ns),
-            (bound.nbytes + host_rate * others_ns) / (link_rate + host_rate),
+            others_ns + min(1, max(0, equal)) * device_ns,
+            issue_ns,
+            (bound.nbytes + host_rate * issue_ns) / (link_rate + host_rate),
             (bound.nbytes - used_bytes) / link_rate,
         )
     )

@@ -39,7 +39,7 @@ def with_host_rows(
     cut = cut_weights(graph, {b: (0, first) for b, first in firsts.items() if first}, units)
     buffers = (
         dataclasses.replace(b, kind=BufferKind.MASTER)
-        if b.kind is BufferKind.WEIGHT and (b.name, b.offset) in masters
+        if b.kind is BufferKind.WEIGHT and b.gather is None and (b.name, b.offset) in masters
         else b
         for b in cut.buffers
     )

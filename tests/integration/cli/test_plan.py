@@ -72,6 +72,12 @@ def test_the_host_computes_where_that_is_faster(
     assert small["host_ns"] == 0 and small["lower_bound_alone_ns"] is None
 
 
+def test_ranks_that_share_a_model_have_idle_hosts(plan: list[str], cli: Cli) -> None:
+    said = cli(*plan, "--ranks", "2", "--host", "server", "--json")
+    assert "note: the host computes nothing where ranks share a model" in said.err
+    assert json.loads(said.out)["host_ns"] == 0
+
+
 def test_a_host_is_refused_by_name(plan: list[str], cli: Cli) -> None:
     cli.refuses(*plan[:-4], "--hardware", "t4+laptop", *plan[-2:], says="unknown host 'laptop'")
     given = ("--host", "desktop", "--batch", "auto", "--new", "4")

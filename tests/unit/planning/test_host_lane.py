@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.bounds import lower_bound
@@ -93,16 +94,38 @@ def test_what_the_link_must_copy_is_part_of_the_bound() -> None:
     assert least_time_beside_host_ns(more, profile) >= 10**9
 
 
-def test_the_host_multiplies_only_while_the_device_runs_products() -> None:
-    lookup, *products = matmul_chain([512] * 49).tasks
-    graph = matmul_chain([512] * 49)
-    slow = dataclasses.replace(lookup, time_ns=10**7)
-    profile = with_host(1e9, 1e9)
+def test_the_host_multiplies_only_while_it_issues_nothing() -> None:
+    bound = lower_bound(GRAPH, 0, UNIT, may_cut=True)
     times = [
-        least_time_beside_host_ns(lower_bound(g, 0, UNIT, may_cut=True), profile)
-        for g in (graph, dataclasses.replace(graph, tasks=(slow, *products)))
+        least_time_beside_host_ns(bound, with_host(1e9, 1e9, host_op_ns=ns)) for ns in (0, 10**6)
     ]
-    assert times[1] - times[0] == pytest.approx(10**7 / 2, rel=0.01)
+    # The lookup alone is no product, and the link copies meanwhile.
+    assert times[1] - times[0] == pytest.approx(10**6 / 2, rel=0.01)
+
+
+def test_the_device_and_the_host_make_the_products_together() -> None:
+    tasks = tuple(dataclasses.replace(task, time_ns=10**6) for task in GRAPH.tasks)
+    ample = lower_bound(dataclasses.replace(GRAPH, tasks=tasks), 10**9, UNIT, may_cut=True)
+    num_bytes = sum(task.moved_bytes for task in GRAPH.tasks[1:])
+    as_fast = with_host(1e9, num_bytes / 0.048)
+    # Half of 48 products, and the lookup on the device before or behind them.
+    assert least_time_beside_host_ns(ample, as_fast) == pytest.approx(24.5e6, rel=0.01)
+    assert least_time_beside_host_ns(ample, with_host(1e9, 1e3)) == pytest.approx(49e6, rel=0.01)
+    assert least_time_beside_host_ns(ample, with_host(1e9, 1e18)) == pytest.approx(1e6, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_plan_of_any_machine_is_faster_than_the_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    graph, profile = gather_rows(random_chain(rng)), any_machine(rng)
+    given = problem(profile, rng.choice([50, 70, 90]), graph=graph)
+    try:
+        plan = plan_steady(graph, arena_bytes=given.arena_bytes, policy="finepage", split=True,
+                           alignment=UNIT, profile=profile)  # fmt: skip
+    except PlanInfeasibleError:
+        return
+    bound = lower_bound(graph, given.arena_bytes, UNIT, may_cut=True)
+    assert least_time_beside_host_ns(bound, profile) <= predicted_ns(plan, profile)[0]
 
 
 def test_copies_that_hide_leave_the_host_nothing() -> None:
@@ -126,6 +149,14 @@ def test_ranks_that_share_weights_have_no_lane_of_the_host() -> None:
     assert can_multiply(dataclasses.replace(GRAPH, num_ranks=2)) == []
     shared = dataclasses.replace(GRAPH, num_ranks=2)
     assert list(with_host_lane(problem(with_host(1e9, 1e9), graph=shared))) == []
+
+
+def test_ranks_have_the_bound_of_plans_without_the_host() -> None:
+    profile = with_host(1e9, 1e9)
+    settings = PlanSettings(policy="finepage", split=True, alignment=UNIT, profile=profile)
+    graph = dataclasses.replace(GRAPH, num_ranks=2)
+    planned = plan_checked(graph, problem(profile).arena_bytes, settings)
+    assert planned.lower_bound_ns == planned.lower_bound_alone_ns
 
 
 def test_the_host_takes_the_experts_that_have_no_room() -> None:

@@ -44,6 +44,13 @@ def test_a_task_of_the_host_has_its_workspace_beside_that_of_the_others() -> Non
     assert with_host_rows(graph, UNITS, {SECOND: 4}).workspace_bytes == 11 + 12
 
 
+def test_rows_that_a_call_looks_up_stay_on_the_device() -> None:
+    rows = dataclasses.replace(GRAPH.buffers[1], name="w0", gather=0)
+    graph = dataclasses.replace(GRAPH, buffers=(GRAPH.buffers[0], rows, *GRAPH.buffers[2:]))
+    found = with_host_rows(graph, UNITS, {FIRST: 16})
+    assert found.buffers[1] == rows and found.host_tasks == {1}
+
+
 def test_no_rows_leave_the_pass_as_it_is() -> None:
     assert on_host({}) == on_host({FIRST: 0}) == GRAPH
     assert not GRAPH.host_tasks
