@@ -46,7 +46,7 @@ class BoundTask:
     """A task ready to run: ``call(*args, **kwargs)``.
 
     ``args`` and the lists in it are filled in place for tensors that change from call to call. If
-    ``waits``, the host waits for the router before it enqueues the task.
+    ``waits``, the host waits for a router, or for the activations of its own product.
     """
 
     call: Callable[..., Any]

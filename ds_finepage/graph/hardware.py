@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 class HardwareProfile:
     """The figures of a machine that the simulator needs. Rates are per second, sizes in bytes.
 
-    The figures of ``DETAILS`` may be missing; nothing is then known of other ranks.
+    The figures of ``DETAILS`` may be missing: of other ranks, the disk, or a host that computes.
     """
 
     name: str
