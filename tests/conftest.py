@@ -32,6 +32,7 @@ BY_DEFAULT = (
     "integration/cli/test_cli.py",
     "integration/cli/test_plan.py::test_json_is_one_object",
     "integration/cli/test_serve.py::test_answers_are_those_of_the_model",
+    "integration/cli/test_shared_passes.py::test_clients_share_passes_and_get_the_tokens",
     "integration/test_budget.py::test_the_meter_never_reads_more_than_the_budget[short-min]",
     "integration/test_continuous_batching.py::test_requests_get_the_plain_tokens_within_the_budget[llama]",
     "integration/test_deepspeed.py::test_forward_and_generate",

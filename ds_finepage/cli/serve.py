@@ -23,6 +23,9 @@ from ds_finepage.graph.packed import PACKED_FORMS
 
 LOCAL = "localhost"
 
+USUAL_CLIENTS = 8
+"""Clients that share a pass, if the user says no number."""
+
 INSTALL = "pip install 'ds_finepage[serve]'"
 
 
@@ -40,6 +43,12 @@ def add_served(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-budget", default="auto", help="as finepage.host_budget")
     parser.add_argument("--weights", choices=PACKED_FORMS, help="as finepage.weights")
     parser.add_argument("--draft", default="off", help='as finepage.draft: "stand-in", or a folder')
+    parser.add_argument(
+        "--continuous-batching", action="store_true", help="clients share passes, not take turns"
+    )
+    parser.add_argument(
+        "--clients", type=int, help=f"those that share a pass ({USUAL_CLIENTS}); others wait"
+    )
     parser.add_argument("--device", help="where to compute; by default the accelerator")
 
 
@@ -91,8 +100,9 @@ def serve(
     """
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     HostBudget.parse(arguments.host_budget, name="--host-budget")
+    clients = _num_clients(arguments)
     try:
-        from ds_finepage.serving import endpoint
+        from ds_finepage.serving import endpoint, generations, worth
     except ImportError as error:
         raise ConfigError(f"serve: {error.name} is missing. Install it: {INSTALL}") from None
     from transformers.utils import logging
@@ -100,7 +110,6 @@ def serve(
     from ds_finepage.api import PROBE_SCRATCH_BYTES
     from ds_finepage.execution.device import default_device, require_device
     from ds_finepage.execution.probe import probe
-    from ds_finepage.serving.worth import context_of, worth_of
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -108,20 +117,46 @@ def serve(
     device = default_device() if name is None else require_device(name, option="--device")
     profile = probe(device, scratch_bytes=PROBE_SCRATCH_BYTES)
     given: dict[str, Any] = {"weights": arguments.weights} if arguments.weights else {}
-    longest: int | None = None
+    room: worth.Room | None = None
     try:
-        figures, longest = worth_of(arguments.model, budget, profile, **given)
+        figures, room = worth.worth_of(arguments.model, budget, profile, clients=clients, **given)
         output.show_figures(f"{arguments.model} on {device}, predicted", figures)
         if figures["weights_bytes"] > figures["budget_bytes"] and arguments.draft == "off":
             given["kv_cache"] = "host"  # so all requests share their plans, short and long ones
     except CaptureError as error:
+        if clients > 1:
+            raise ConfigError(f"serve: --continuous-batching needs a prediction: {error}") from None
         options.note(f"nothing is predicted: {error}")
     given |= {name: vars(arguments)[name] for name in ("device_budget", "host_budget", "draft")}
     served = endpoint.AttachedModel(arguments.model, device=device, profile=profile, **given)
-    generations = endpoint.Generations(longest or context_of(served.model.config))
-    for length in endpoint.warm_up(served, generations):
-        print(f"planned: prompts of up to {length} tokens", flush=True)
-    server = endpoint.Server(endpoint.app_of(served, generations), generations)
-    print(f"ready: {url_of(listening)}/v1", flush=True)
-    go(server)
+    room = room or worth.Room(worth.context_of(served.model.config))
+    turns = generations.Generations(room.longest)
+    batches = generations.Batches(room) if clients > 1 else None
+    way = batches or turns
+    server = endpoint.Server(endpoint.app_of(served, turns, batches), way.end)
+    try:
+        for length in way.warm_up(served.model, served.processor):
+            print(f"planned: prompts of up to {length} tokens", flush=True)
+        print(f"ready: {url_of(listening)}/v1", flush=True)
+        go(server)
+    finally:
+        way.end()
     served.handle.detach()
+
+
+def _num_clients(arguments: argparse.Namespace) -> int:
+    """Return how many clients share a pass; 1 if they take turns.
+
+    Raises:
+        ConfigError: The options contradict each other.
+    """
+    if not arguments.continuous_batching:
+        if arguments.clients is not None:
+            raise ConfigError("serve: --clients needs --continuous-batching.")
+        return 1
+    if arguments.draft != "off":
+        raise ConfigError("serve: transformers drafts nothing with --continuous-batching.")
+    found = USUAL_CLIENTS if arguments.clients is None else arguments.clients
+    if found < 2:
+        raise ConfigError("serve: --clients is at least 2. A single one needs no batches.")
+    return int(found)

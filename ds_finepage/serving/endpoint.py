@@ -7,14 +7,11 @@ request that has no room is refused, and a generation ends when its client has g
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -25,23 +22,15 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
-from transformers.cli.serving.utils import GenerateManager, GenerationState
+from transformers.cli.serving.utils import GenerationState
 
 from ds_finepage.api import attach
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.runtime.stats import Stats
-from ds_finepage.serving.worth import warm_lengths
+from ds_finepage.serving.generations import Batches, Generations, gone
 
-SECONDS_TO_END = 2
+SECONDS_TO_END = 1
 """Generations that run when a signal comes have so long."""
-
-USUAL_NEW = 1024
-"""Tokens that transformers makes room for where a request does not say how many."""
-
-NEVER = threading.Event()
-
-_gone: ContextVar[threading.Event] = ContextVar("finepage_gone", default=NEVER)
-"""Set when the client of the request has gone."""
 
 
 class AttachedModel(ModelManager):
@@ -77,54 +66,6 @@ class AttachedModel(ModelManager):
         """Keep the model: one that is loaded again would not be attached."""
 
 
-class Generations(GenerateManager):
-    """Generates as transformers does, within the longest context and while the client is there.
-
-    Attributes:
-        longest: Tokens of the longest context.
-        is_over: Set when the endpoint ends; generations end with an error then.
-    """
-
-    def __init__(self, longest: int) -> None:
-        """Generate nothing yet."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.longest, self.is_over = longest, threading.Event()
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, *args: Any, **kw: Any
-    ) -> Any:
-        """Begin a generation, and return what its tokens come through."""
-        return super().generate_streaming(model, processor, self._within(inputs), *args, **kw)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, *args: Any, **kw: Any
-    ) -> Any:
-        """Return the text of a generation, and its tokens."""
-        inputs = self._within(inputs)
-        return await super().generate_non_streaming(model, processor, inputs, *args, **kw)
-
-    def _within(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a generation that ends when its client has gone.
-
-        Raises:
-            ConfigError: The prompt is longer than the longest context.
-        """
-        num_tokens = inputs["input_ids"].shape[-1]
-        if num_tokens > self.longest:
-            raise ConfigError(
-                f"the prompt has {num_tokens} tokens, and the longest context has {self.longest}. "
-                f"Shorten it; a larger --device-budget allows more where the model does."
-            )
-        gone = _gone.get()
-
-        def has_gone(*_: Any, **__: Any) -> bool:
-            if self.is_over.is_set():
-                raise FinepageError("the endpoint has ended before the last token")
-            return gone.is_set()
-
-        return {"stopping_criteria": [has_gone], **inputs}
-
-
 class _WatchClients:
     """Notes when the client of a request goes."""
 
@@ -135,14 +76,14 @@ class _WatchClients:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        gone, messages = threading.Event(), asyncio.Queue[Any]()
-        _gone.set(gone)
+        client, messages = asyncio.Event(), asyncio.Queue[Any]()
+        gone.set(client)
 
         async def listen() -> None:
-            while not gone.is_set():
+            while not client.is_set():
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    gone.set()
+                    client.set()
                 messages.put_nowait(message)
 
         listening = asyncio.create_task(listen())
@@ -155,11 +96,11 @@ class _WatchClients:
 class Server(uvicorn.Server):
     """Runs the endpoint until a signal comes, and lets running generations end."""
 
-    def __init__(self, app: FastAPI, generations: Generations) -> None:
-        """Serve an application."""
+    def __init__(self, app: FastAPI, end: Callable[[], None]) -> None:
+        """Serve an application, whose generations end by ``end``."""
         limit = SECONDS_TO_END + 1
         super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=limit))
-        self._end = threading.Timer(SECONDS_TO_END, generations.is_over.set)
+        self._end = threading.Timer(SECONDS_TO_END, end)
         self._end.daemon = True
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -169,10 +110,23 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def app_of(served: AttachedModel, generations: Generations) -> FastAPI:
-    """Return the application that answers requests to an attached model."""
-    state: Any = GenerationState()
-    state.get_manager = lambda *_, **__: generations
+def app_of(served: AttachedModel, generations: Generations, batches: Batches | None) -> FastAPI:
+    """Return the application that answers requests to an attached model.
+
+    Args:
+        served: Has the model.
+        generations: For requests that take turns.
+        batches: For those that share passes; None if all take turns.
+
+    Raises:
+        ConfigError: Requests to this model cannot share passes.
+    """
+    state: Any = GenerationState(continuous_batching=batches is not None)
+    state.get_manager = lambda *_, use_cb=False, **__: batches if use_cb else generations
+    modality = served.get_model_modality(served.model, served.processor)
+    if batches is not None and not state.use_continuous_batching(served.model, modality):
+        kind = type(served.model).__name__
+        raise ConfigError(f"serve: transformers has no --continuous-batching of a {kind}.")
     given: dict[str, Any] = {"model_manager": served, "generation_state": state}
     app: FastAPI = build_server(
         chat_handler=ChatCompletionHandler(**given),
@@ -201,30 +155,3 @@ def metrics_text(stats: Stats) -> str:
     """Return the counters of a model in the text format of Prometheus."""
     numbers = {field.name: getattr(stats, field.name) for field in fields(stats)}
     return "".join(f"ds_finepage_{n} {v}\n" for n, v in numbers.items() if isinstance(v, int))
-
-
-def warm_up(served: AttachedModel, generations: Generations) -> Iterator[int]:
-    """Capture and plan prompts of all lengths, as requests do, in the thread that generates later.
-
-    Yields:
-        The length of each prompt that is done. One that has no room, though it was predicted to
-        have some, is left out.
-
-    Raises:
-        PlanInfeasibleError: Not even the shortest one has room.
-    """
-    settings = copy.deepcopy(served.model.generation_config)
-    settings.do_sample = False
-    for length in (lengths := warm_lengths(generations.longest)):
-        ids = torch.ones((1, length - 2), dtype=torch.long)  # behind them come a token and a step
-        settings.max_new_tokens = min(USUAL_NEW, generations.longest - length + 2)
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        inputs["stopping_criteria"] = [lambda ids, *_, n=length, **__: ids.shape[1] >= n]
-        given = (served.model, served.processor, inputs, settings)
-        try:
-            asyncio.run(generations.generate_non_streaming(*given, request_id="warm-up"))
-        except PlanInfeasibleError:
-            if length == lengths[-1]:
-                raise
-        else:
-            yield length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,7 @@ from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.planning.budget import budget_on
+from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.runtime.drafts import TYPICAL_LENGTH
 from ds_finepage.whatif import capture_model, forms_of, plan_captured
 
@@ -29,21 +31,45 @@ LONGEST_WARM = 4096
 NUM_TRIES = 4
 """Prompts that are captured in order to find the longest one that has room."""
 
+PAGE = 32
+"""Tokens of a block of the paged KV cache."""
+
+MOST_A_PASS = 1024
+"""Tokens of prompts that clients who share a pass read in it, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Sizes of what fits.
+
+    Attributes:
+        longest: Tokens of the longest context.
+        clients: Those that share a pass.
+        cached: Tokens of all clients in the paged KV cache; 0 if clients take turns.
+        tokens_a_pass: Tokens that a pass reads, of all clients.
+    """
+
+    longest: int
+    clients: int = 1
+    cached: int = 0
+    tokens_a_pass: int = 0
+
 
 def worth_of(
-    model: str, budget: DeviceBudget, profile: HardwareProfile, **form: Any
-) -> tuple[dict[str, Any], int]:
+    model: str, budget: DeviceBudget, profile: HardwareProfile, *, clients: int = 1, **form: Any
+) -> tuple[dict[str, Any], Room]:
     """Plan a model under a budget, before its weights are read.
 
     Args:
         model: A folder, or a name that transformers knows.
         budget: The limit on all device bytes.
         profile: The machine.
+        clients: Those that share a pass. A single one takes turns with others.
         **form: The form of the weights, as :func:`ds_finepage.whatif.capture_model` takes it: those
             that are not packed have the dtype of the config.
 
     Returns:
-        Figures by name, those of sizes end with ``_bytes``; and the tokens of the longest context.
+        Figures by name, those of sizes end with ``_bytes``; and what there is room for.
 
     Raises:
         ConfigError: The model cannot be read.
@@ -72,17 +98,49 @@ def worth_of(
         plan = partial(plan_captured, budget_bytes=budget_bytes, profile=profile)
         step = plan(captured).figures
         plan(prompt(min(LEAST_CONTEXT, positions)))  # refuses what has no room
-        longest = longest_context(least_bytes, positions, budget_bytes)
-    figures = {
+        if clients == 1:
+            room = Room(longest_context(least_bytes, positions, budget_bytes))
+        else:
+            room = room_to_share(step, positions, clients, least_bytes)
+            seq = min(seq, room.cached // clients)
+            free_bytes = (room.cached - clients * seq) * step.kv_bytes // step.seq  # not theirs yet
+            shared = capture(phase="decode", seq=seq, batch=clients)
+            step = plan(shared, budget_bytes=budget_bytes - free_bytes, kv_cache="device").figures
+    return {
         "budget_bytes": budget_bytes,
         "weights_bytes": step.weight_bytes,
         "weights and KV cache that stay on the device_bytes": step.entry_reloaded_bytes
         - step.reloaded_bytes,
         f"copied for a step behind {seq} tokens_bytes": step.reloaded_bytes,
-        "tokens a second, of all clients together": f"{step.tokens_per_s:.2f}",
-        "longest context, tokens": longest,
-    }
-    return figures, longest
+        f"tokens a second, clients a pass: {clients}": f"{step.tokens_per_s:.2f}",
+        "longest context, tokens": room.longest,
+    }, room
+
+
+def room_to_share(
+    step: PlanFigures, positions: int, clients: int, least_bytes: Callable[[int], int]
+) -> Room:
+    """Return the room of clients who share passes.
+
+    A pass copies the weights that do not stay, for one client or for many. So tokens a second grow
+    with each client, although blocks of its KV cache push out as many bytes of weights: with M
+    bytes copied beside no cache, and c bytes for each of n clients, they are n / (M + n c) of the
+    link's rate. Once all clients have blocks, more of them gain nothing. So there are blocks for
+    contexts of twice the typical length, in half of the budget at most; the prompts of a pass need
+    no more than an eighth.
+
+    Args:
+        step: A step of one client.
+        positions: The most tokens that the model takes.
+        clients: How many there are.
+        least_bytes: The least budget for a prompt of so many tokens.
+    """
+    row_bytes = step.kv_bytes // step.seq or 1
+    in_cache = min(clients * 2 * step.seq, step.budget_bytes // 2 // row_bytes)
+    cached = max(1, in_cache // PAGE) * PAGE
+    most = min(positions, MOST_A_PASS, cached)
+    in_pass = longest_context(least_bytes, most, step.budget_bytes // 8)
+    return Room(min(positions, cached - 1), clients, cached, in_pass)
 
 
 def context_of(config: Any) -> int:

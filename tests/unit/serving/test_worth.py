@@ -12,6 +12,8 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.serving.worth import (
     LEAST_CONTEXT,
     NUM_TRIES,
+    PAGE,
+    Room,
     longest_context,
     warm_lengths,
     worth_of,
@@ -32,10 +34,45 @@ def test_of_a_model_of_images_the_steps_of_its_text_model_are_predicted(tmp_path
         tmp_path
     )
     budget = DeviceBudget.parse("2MiB", name="budget")
-    figures, longest = worth_of(str(tmp_path), budget, load_profile("t4"))
-    assert longest == 40
+    figures, room = worth_of(str(tmp_path), budget, load_profile("t4"))
+    assert room == Room(longest=40)
     layer_bytes = 4 * (4 * 64 * 64 + 3 * 64 * 128)
     assert 2 * layer_bytes < figures["weights_bytes"] < 3 * layer_bytes
+
+
+def test_clients_who_share_passes_have_blocks_in_half_of_the_budget(tmp_path: Path) -> None:
+    config = hf.LlamaConfig(**SIZES, vocab_size=64, max_position_embeddings=512, dtype="float32")
+    config.save_pretrained(tmp_path)
+    row_bytes = 2 * 2 * 64 * 4  # keys and values of 2 layers
+
+    def room_of(budget_bytes: int, clients: int) -> Room:
+        budget = DeviceBudget.parse(budget_bytes, name="budget")
+        return worth_of(str(tmp_path), budget, load_profile("t4"), clients=clients)[1]
+
+    small, ample = room_of(1 << 20, 8), room_of(1 << 25, 3)
+    assert small.cached * row_bytes <= 1 << 19 < (small.cached + PAGE) * row_bytes
+    assert small.clients == 8 and small.longest == small.cached - 1
+    assert ample.cached == 3 * 2 * 512 and ample.longest == ample.tokens_a_pass == 512
+    assert LEAST_CONTEXT <= small.tokens_a_pass < small.longest
+
+
+def test_blocks_that_no_client_has_take_room_too(tmp_path: Path) -> None:
+    sizes = {**SIZES, "intermediate_size": 2048, "max_position_embeddings": 512, "vocab_size": 64}
+    hf.LlamaConfig(**sizes, dtype="float32").save_pretrained(tmp_path)
+    budget = DeviceBudget.parse(1 << 22, name="budget")
+    figures, room = worth_of(str(tmp_path), budget, load_profile("t4"), clients=2)
+    cache_bytes = room.cached * 2 * 2 * 64 * 4
+    assert cache_bytes == 1 << 21 < figures["weights_bytes"]
+    assert figures["weights and KV cache that stay on the device_bytes"] < (1 << 22) - cache_bytes
+
+
+def test_the_step_of_all_clients_is_predicted(tmp_path: Path) -> None:
+    hf.LlamaConfig(**SIZES, vocab_size=64, dtype="float32").save_pretrained(tmp_path)
+    budget = DeviceBudget.parse("64MiB", name="budget")
+    figures, _ = worth_of(str(tmp_path), budget, load_profile("t4"), clients=4)
+    alone, _ = worth_of(str(tmp_path), budget, load_profile("t4"))
+    together = float(figures["tokens a second, clients a pass: 4"])
+    assert together > 2 * float(alone["tokens a second, clients a pass: 1"])
 
 
 @pytest.mark.parametrize("power", [1, 1.5, 2])

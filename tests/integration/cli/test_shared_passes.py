@@ -1,0 +1,130 @@
+"""``serve --continuous-batching``: several clients share each pass of an attached model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from ds_finepage.errors import CaptureError
+from ds_finepage.runtime.handle import handle_in
+from tests.commands import Cli
+from tests.integration.cli.endpoints import (
+    POSITIONS,
+    asked,
+    asked_at_once,
+    client_of,
+    error_of_the_end,
+    leave_one,
+    num_runs,
+    plain_answer,
+    running,
+    wait_until,
+)
+
+pytest.importorskip("transformers.cli.serving.systemone")  # transformers 5.24
+
+TEXTS = ["hello", "def main(): " * 9, "one two three", "a", "hello hello"]
+
+
+@pytest.fixture(scope="module")
+def shared(served_folder: Path) -> Iterator[SimpleNamespace]:
+    """An endpoint whose clients share passes."""
+    words = ("--device-budget", "150%weights", "--continuous-batching", "--clients", 4)
+    with running(served_folder, *words) as found:
+        yield found
+
+
+def test_clients_share_passes_and_get_the_tokens_of_the_model(shared: Any) -> None:
+    before = num_runs(shared)
+    assert asked_at_once(shared, TEXTS) == {text: plain_answer(shared, text) for text in TEXTS}
+    assert num_runs(shared) - before < 8 * len(TEXTS)
+    stats = handle_in(shared.model).stats
+    assert stats.reloaded_bytes and not stats.unplanned_reasons
+
+
+def test_a_stream_ends_with_the_last_token(shared: Any) -> None:
+    chunks = asked(shared, "hello", stream=True)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text and plain_answer(shared, "hello").startswith(text)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_longest_context_is_refused(shared: Any, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"longest context has {POSITIONS}"):
+        asked(shared, "x " * POSITIONS, stream=stream)
+    assert asked(shared, "hello").choices
+
+
+def test_a_generation_ends_with_the_longest_context(shared: Any) -> None:
+    with client_of(shared) as client:
+        found = client.completions.create(
+            model=shared.name, prompt="hello", temperature=0, max_tokens=10_000
+        )
+    assert found.usage.total_tokens <= POSITIONS + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_generation_ends_when_its_client_goes(shared: Any, stream: bool) -> None:
+    before = num_runs(shared)
+    leave_one(shared, stream=stream)
+    batches = batches_of(shared)
+    wait_until(lambda: not batches.scheduler.has_pending_requests())
+    assert num_runs(shared) - before < 100
+
+
+def test_passes_begin_again_behind_an_error(shared: Any) -> None:
+    batches = batches_of(shared)
+    passes = batches._cb
+    passes.stop(hard_stop=True)
+    passes.background_thread_status.record_fatal_error(RuntimeError("a pass has failed"))
+    assert asked(shared, "hello").choices[0].message.content == plain_answer(shared, "hello")
+
+
+def test_a_signal_lets_a_generation_end_with_an_error(
+    shared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last test here that asks, since the endpoint ends."""
+    batches = batches_of(shared)
+    assert error_of_the_end(shared, monkeypatch).status_code == 503
+    with pytest.raises(Exception, match="ended before the last token"):
+        batches.init_cb(shared.model, shared.model.generation_config)
+
+
+def batches_of(shared: Any) -> Any:
+    return shared.server._end.function.__self__
+
+
+# What is refused.
+
+
+def test_what_is_not_predicted_is_refused(
+    served_folder: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(*_: Any, **__: Any) -> None:
+        raise CaptureError("its forward is unknown")
+
+    monkeypatch.setattr("ds_finepage.serving.worth.worth_of", unknown)
+    given = (served_folder, "--port", 0, "--device", "cpu", "--continuous-batching")
+    cli.of("serve").refuses(*given, says="needs a prediction: its forward is unknown")
+
+
+def test_a_model_that_cannot_share_is_refused(
+    served_folder: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "transformers.cli.serving.utils.GenerationState.use_continuous_batching",
+        lambda *_: False,
+    )
+    given = (served_folder, "--port", 0, "--device", "cpu", "--device-budget", "64MiB")
+    refused = "no --continuous-batching of a LlamaForCausalLM"
+    cli.of("serve").refuses(*given, "--continuous-batching", says=refused)
