@@ -44,10 +44,13 @@ def add_served(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=PACKED_FORMS, help="as finepage.weights")
     parser.add_argument("--draft", default="off", help='as finepage.draft: "stand-in", or a folder')
     parser.add_argument(
-        "--continuous-batching", action="store_true", help="clients share passes, not take turns"
-    )
-    parser.add_argument(
-        "--clients", type=int, help=f"those that share a pass ({USUAL_CLIENTS}); others wait"
+        "--continuous-batching",
+        type=int,
+        nargs="?",
+        const=USUAL_CLIENTS,
+        default=1,
+        metavar="CLIENTS",
+        help="how many clients share a pass (%(const)s) and do not take turns; others wait",
     )
     parser.add_argument("--device", help="where to compute; by default the accelerator")
 
@@ -100,7 +103,9 @@ def serve(
     """
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     HostBudget.parse(arguments.host_budget, name="--host-budget")
-    clients = _num_clients(arguments)
+    clients = arguments.continuous_batching
+    if clients < 1 or (clients > 1 and arguments.draft != "off"):
+        raise ConfigError("serve: --continuous-batching takes a number from 1, and no --draft.")
     try:
         from ds_finepage.serving import endpoint, generations, worth
     except ImportError as error:
@@ -142,21 +147,3 @@ def serve(
     finally:
         way.end()
     served.handle.detach()
-
-
-def _num_clients(arguments: argparse.Namespace) -> int:
-    """Return how many clients share a pass; 1 if they take turns.
-
-    Raises:
-        ConfigError: The options contradict each other.
-    """
-    if not arguments.continuous_batching:
-        if arguments.clients is not None:
-            raise ConfigError("serve: --clients needs --continuous-batching.")
-        return 1
-    if arguments.draft != "off":
-        raise ConfigError("serve: transformers drafts nothing with --continuous-batching.")
-    found = USUAL_CLIENTS if arguments.clients is None else arguments.clients
-    if found < 2:
-        raise ConfigError("serve: --clients is at least 2. A single one needs no batches.")
-    return int(found)

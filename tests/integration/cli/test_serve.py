@@ -127,10 +127,9 @@ def test_what_cannot_be_served_is_refused(
     refuses = cli.of("serve").refuses
     any_port = ("--port", 0)  # the usual one may be taken
     refuses(tmp_path / "nothing", *any_port, says="cannot be read")
-    refuses(served_folder, *any_port, "--clients", 4, says="--clients needs --continuous-batching")
-    shares = (served_folder, *any_port, "--continuous-batching")
-    refuses(*shares, "--clients", 1, says="--clients is at least 2")
-    refuses(*shares, "--draft", "stand-in", says="drafts nothing with --continuous-batching")
+    for words in ((0,), ("--draft", "stand-in")):
+        shares = (served_folder, *any_port, "--continuous-batching", *words)
+        refuses(*shares, says="takes a number from 1, and no --draft")
     refuses(served_folder, "--port", 70_000, says="--port 70000 is no port")
     tiny = ("--device", "cpu", "--device-budget", "1KiB", *any_port)
     refuses(served_folder, *tiny, says="device_budget is 1024")

@@ -34,7 +34,7 @@ TEXTS = ["hello", "def main(): " * 9, "one two three", "a", "hello hello"]
 @pytest.fixture(scope="module")
 def shared(served_folder: Path) -> Iterator[SimpleNamespace]:
     """An endpoint whose clients share passes."""
-    words = ("--device-budget", "150%weights", "--continuous-batching", "--clients", 4)
+    words = ("--device-budget", "150%weights", "--continuous-batching", 4)
     with running(served_folder, *words) as found:
         yield found
 
