@@ -173,7 +173,7 @@ class Batches(CBGenerateManager):
             The tokens of the prompts that are done.
 
         Raises:
-            PlanInfeasibleError: A pass has no room.
+            ConfigError: A pass has no room, or the model has no such passes.
         """
         settings = copy.deepcopy(model.generation_config)
         settings.do_sample, settings.max_new_tokens, settings.eos_token_id = False, 2, -1
@@ -182,9 +182,11 @@ class Batches(CBGenerateManager):
         async def ask(num_clients: int, length: int) -> None:
             given = [[n + 1] * length for n in range(num_clients)]  # they share no prefix
             answer = partial(self.generate_non_streaming, model, processor)
-            await asyncio.gather(
-                *(answer({"input_ids": ids}, settings, f"warm-up-{ids[0]}") for ids in given)
-            )
+            asked = (answer({"input_ids": ids}, settings, f"warm-up-{ids[0]}") for ids in given)
+            try:
+                await asyncio.gather(*asked)
+            except FinepageError as error:
+                raise ConfigError(f"serve: clients cannot share passes: {error}") from error
 
         self.init_cb(model, settings)
         asyncio.run(ask(self.room.clients, each))

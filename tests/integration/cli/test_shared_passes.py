@@ -12,6 +12,7 @@ import pytest
 
 from ds_finepage.errors import CaptureError
 from ds_finepage.runtime.handle import handle_in
+from ds_finepage.serving.worth import Room
 from tests.commands import Cli
 from tests.integration.cli.endpoints import (
     POSITIONS,
@@ -116,11 +117,24 @@ def test_what_is_not_predicted_is_refused(
     cli.of("serve").refuses(*given, says="needs a prediction: its forward is unknown")
 
 
+def test_passes_without_room_are_refused_with_both_numbers(
+    served_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(POSITIONS, clients=4, cached=1 << 16, tokens_a_pass=64)
+    predicted = ({"weights_bytes": 1, "budget_bytes": 2}, room)
+    monkeypatch.setattr("ds_finepage.serving.worth.worth_of", lambda *_, **__: predicted)
+    given = (served_folder, "--port", 0, "--device", "cpu", "--device-budget", "4MiB")
+    numbers = ["cannot share passes", "min_budget_bytes", f"device_budget is {4 << 20}"]
+    found = cli("serve", *given, "--continuous-batching", status=2)  # transformers logs a traceback
+    assert all(each in found.err for each in numbers)
+
+
 def test_a_model_that_cannot_share_is_refused(
     served_folder: Path,
     cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)  # one that is served ends
     monkeypatch.setattr(
         "transformers.cli.serving.utils.GenerationState.use_continuous_batching",
         lambda *_: False,
