@@ -183,9 +183,8 @@ class Batches(CBGenerateManager):
             given = [[n + 1] * length for n in range(num_clients)]  # they share no prefix
             answer = partial(self.generate_non_streaming, model, processor)
             asked = (answer({"input_ids": ids}, settings, f"warm-up-{ids[0]}") for ids in given)
-            try:
-                await asyncio.gather(*asked)
-            except FinepageError as error:
+            answers = await asyncio.gather(*asked, return_exceptions=True)  # the thread tells all
+            for error in (each for each in answers if isinstance(each, Exception)):
                 raise ConfigError(f"serve: clients cannot share passes: {error}") from error
 
         self.init_cb(model, settings)
