@@ -120,6 +120,7 @@ def test_what_is_not_predicted_is_refused(
 def test_passes_without_room_are_refused_with_both_numbers(
     served_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)  # one that is served ends
     room = Room(POSITIONS, clients=4, cached=1 << 16, tokens_a_pass=64)
     predicted = ({"weights_bytes": 1, "budget_bytes": 2}, room)
     monkeypatch.setattr("ds_finepage.serving.worth.worth_of", lambda *_, **__: predicted)
