@@ -170,7 +170,7 @@ class Batches(CBGenerateManager):
         """Capture and plan passes of all sizes: first the largest, which fill the cache.
 
         Yields:
-            The tokens of the prompts that are done.
+            The length of the prompts that are done; the first ones came together.
 
         Raises:
             ConfigError: A pass has no room, or the model has no such passes.
@@ -189,7 +189,7 @@ class Batches(CBGenerateManager):
 
         self.init_cb(model, settings)
         asyncio.run(ask(self.room.clients, each))
-        yield self.room.clients * each
+        yield each
         for length in warm_lengths(self.room.tokens_a_pass):
             asyncio.run(ask(1, length - 2))
             yield length - 2

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from ds_finepage.errors import CaptureError
+from ds_finepage.errors import CaptureError, FinepageError
 from ds_finepage.runtime.handle import handle_in
 from ds_finepage.serving.worth import Room
 from tests.commands import Cli
@@ -93,7 +93,7 @@ def test_a_signal_lets_a_generation_end_with_an_error(
     """As the last test here that asks, since the endpoint ends."""
     batches = batches_of(shared)
     assert error_of_the_end(shared, monkeypatch).status_code == 503
-    with pytest.raises(Exception, match="ended before the last token"):
+    with pytest.raises(FinepageError, match="ended before the last token"):
         batches.init_cb(shared.model, shared.model.generation_config)
 
 
