@@ -16,7 +16,7 @@ from ds_finepage.planning.policies import CYCLIC
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.parted_ranks import shape_of
 from ds_finepage.runtime.pass_table import PassTable
-from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.passes import NEAR, Pass
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
@@ -119,6 +119,7 @@ class Binder:
         largest_bytes = min(_allowed_bytes(found, settings), self._wanted_bytes(found, settings))
         more = largest_bytes - self._memory.held_bytes
         if more <= largest_bytes * LEAST_GROWTH:
+            self._missed_bytes = 0  # it is soon as small again where such a pass comes back
             return False
         self._missed_bytes += more
         rebind_bytes = REBIND_NS * settings.profile.h2d_bytes_per_s / NS_PER_S
@@ -146,8 +147,14 @@ class Binder:
         if needs.min_arena_bytes > allowed:
             needs.require_room(settings.budget_bytes)
             return allowed  # a pass that cannot run takes nothing from the others
-        most = allowed if self._most_arena_bytes is None else self._most_arena_bytes
-        self._most_arena_bytes = min(most, allowed)
+        if self._most_arena_bytes is None:
+            self._most_arena_bytes = allowed
+        elif allowed < self._most_arena_bytes:
+            # An arena in use becomes a little smaller than it must, or each longer prompt has all
+            # passes planned again.
+            alignment = settings.planning.alignment
+            near = int(allowed * NEAR) // alignment * alignment
+            self._most_arena_bytes = near if self._memory.held_bytes else allowed
         if needs.min_arena_bytes > self._most_arena_bytes:
             return allowed
         return min(self._most_arena_bytes, self._wanted_bytes(found, settings))

@@ -19,7 +19,7 @@ from ds_finepage.runtime.binder import Binder, plan_pass
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.pass_maker import PassMaker
 from ds_finepage.runtime.pass_table import PassTable
-from ds_finepage.runtime.passes import Pass
+from ds_finepage.runtime.passes import NEAR, Pass
 from ds_finepage.runtime.ranks import Ranks
 from ds_finepage.runtime.settings import RunSettings
 from ds_finepage.runtime.stats import Counters
@@ -29,6 +29,7 @@ from tests.unit.runtime.settings import PROFILE, UNIT, KnownCosts, run_settings,
 NBYTES = 1024
 GRAPH = chain(9, nbytes=NBYTES)
 ARENA = 7 * NBYTES
+SHRUNK = int(6 * NBYTES * NEAR) // UNIT * UNIT  # an arena that had to become 6 * NBYTES
 
 
 class NoMemory:
@@ -43,7 +44,7 @@ class NoMemory:
 
     @property
     def held_bytes(self) -> int:
-        return self.arenas[-1]
+        return self.arenas[-1] if self.arenas else 0
 
     def bind(self, found: Pass, arena_bytes: int, *_: Any) -> Any:
         assert found.memgraph is not None and found.memgraph.arena_bytes <= arena_bytes
@@ -76,7 +77,7 @@ def test_a_pass_gets_the_rest_of_the_budget() -> None:
 
 
 def test_passes_share_the_smallest_arena() -> None:
-    made, memory, _ = binder()
+    made, memory, counters = binder()
     large, small = sized_pass(GRAPH), sized_pass(GRAPH)
     small.add_non_arena_bytes(NBYTES)
     settings = settings_for(large, 7 * NBYTES)
@@ -84,7 +85,13 @@ def test_passes_share_the_smallest_arena() -> None:
     made.bind(small, settings)
     large.unbind()
     made.bind(large, settings)
-    assert memory.arenas == [7 * NBYTES, 6 * NBYTES, 6 * NBYTES]
+    assert memory.arenas == [7 * NBYTES, SHRUNK, SHRUNK]
+    smaller = sized_pass(GRAPH)
+    smaller.add_non_arena_bytes(NBYTES + UNIT)
+    made.bind(smaller, settings)
+    assert memory.arenas[-1] == SHRUNK and counters.num_plans == 4
+    made.bind(large, settings)
+    assert counters.num_plans == 4  # no plan is made again for a little less
     made.reset_arena()
     large.unbind()
     made.bind(large, settings)
@@ -106,7 +113,7 @@ def test_the_arena_grows_again_when_passes_have_missed_what_that_costs(
             made.bind(found, settings)
         short.unbind()  # as the arena that it was bound to is gone
         executors = [made.bind(short, settings) for _ in range(7)]
-        assert memory.arenas == [7 * NBYTES, 6 * NBYTES, 6 * NBYTES]
+        assert memory.arenas == [7 * NBYTES, SHRUNK, SHRUNK]
         assert len(set(map(id, executors))) == 1
         made.bind(short, settings)  # a seventh of the arena was missed seven times
         assert memory.arenas[-1] == 7 * NBYTES
@@ -118,7 +125,24 @@ def test_the_arena_grows_again_when_passes_have_missed_what_that_costs(
     short.unbind()
     for _ in range(20):
         made.bind(short, settings)
-    assert memory.arenas[-2:] == [6 * NBYTES] * 2
+    assert memory.arenas[-2:] == [SHRUNK] * 2
+
+
+def test_the_arena_stays_small_where_a_pass_that_needs_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "REBIND_NS", 0)
+    made, memory, _ = binder()
+    short, long = sized_pass(GRAPH), sized_pass(GRAPH)
+    long.add_non_arena_bytes(NBYTES)
+    settings = settings_for(short, 7 * NBYTES)
+    made.bind(short, settings)
+    made.bind(long, settings)
+    short.unbind()
+    for _ in range(5):
+        for found in (long, *[short] * 6):
+            made.bind(found, settings)
+    assert memory.arenas == [7 * NBYTES, SHRUNK, SHRUNK]
 
 
 @pytest.mark.parametrize(("more_bytes", "rebind_ns"), [(NBYTES, None), (UNIT, 0)])
