@@ -94,8 +94,11 @@ class Binder:
         """
         if found.executor is not None and not self._pays_to_grow(found, settings):
             return found.executor
+        # Passes have an arena already: with some to spare, or each longer prompt has all of them
+        # planned again.
+        share = 1 if self._most_arena_bytes is None else NEAR
         while True:
-            arena_bytes = -self._ranks.most("arena", -self._arena_bytes(found, settings))
+            arena_bytes = -self._ranks.most("arena", -self._arena_bytes(found, settings, share))
             if found.take_plan_for(arena_bytes):
                 break
             planned = self._plan(found, arena_bytes, settings)
@@ -141,8 +144,11 @@ class Binder:
         graph = on_device(memgraph.graph, str(settings.device)) if is_rewritten else found.graph
         return Planned(found.graph, check(replace(memgraph, graph=graph)), settings.planning)
 
-    def _arena_bytes(self, found: Pass, settings: RunSettings) -> int:
-        """Return the size of the arena that a pass runs in; refuse one that fits in none."""
+    def _arena_bytes(self, found: Pass, settings: RunSettings, share: float) -> int:
+        """Return the size of the arena that a pass runs in; refuse one that fits in none.
+
+        A shared arena that is too large becomes this share of what the pass allows.
+        """
         needs, allowed = found.needs, _allowed_bytes(found, settings)
         if needs.min_arena_bytes > allowed:
             needs.require_room(settings.budget_bytes)
@@ -150,11 +156,8 @@ class Binder:
         if self._most_arena_bytes is None:
             self._most_arena_bytes = allowed
         elif allowed < self._most_arena_bytes:
-            # An arena in use becomes a little smaller than it must, or each longer prompt has all
-            # passes planned again.
             alignment = settings.planning.alignment
-            near = int(allowed * NEAR) // alignment * alignment
-            self._most_arena_bytes = near if self._memory.held_bytes else allowed
+            self._most_arena_bytes = int(allowed * share) // alignment * alignment
         if needs.min_arena_bytes > self._most_arena_bytes:
             return allowed
         return min(self._most_arena_bytes, self._wanted_bytes(found, settings))

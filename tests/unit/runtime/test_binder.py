@@ -44,7 +44,7 @@ class NoMemory:
 
     @property
     def held_bytes(self) -> int:
-        return self.arenas[-1] if self.arenas else 0
+        return self.arenas[-1]
 
     def bind(self, found: Pass, arena_bytes: int, *_: Any) -> Any:
         assert found.memgraph is not None and found.memgraph.arena_bytes <= arena_bytes
