@@ -5,19 +5,11 @@ Both are plain byte tensors. Tensors of any dtype are views of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import torch
 
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.taskgraph import TensorView
-
-KeepRows = Callable[[torch.Tensor], torch.Tensor]
-"""Copies rows of a KV cache to a place where they stay while their own memory is exchanged."""
-
-PLACE_ALIGNMENT = 512
-"""Of a free place in an arena; tensors of any dtype may begin there."""
 
 POISON = 0xFF
 """The byte that fills vacated extents in debug mode: every float made of it is NaN."""
@@ -42,17 +34,6 @@ class Arena:
     def view(self, view: TensorView, extent: Extent) -> torch.Tensor:
         """Return a tensor of the graph whose buffer lies in ``extent``."""
         return view_of(self.bytes, view, extent.offset)
-
-
-def free_extent(held: Iterable[Extent], arena_bytes: int, nbytes: int) -> Extent:
-    """Return the first place of an arena that no extent holds; its end, if there is none."""
-    begin = 0
-    for extent in sorted(held, key=lambda extent: extent.offset):
-        if extent.offset - begin >= nbytes:
-            break
-        begin = max(begin, -(-extent.end // PLACE_ALIGNMENT) * PLACE_ALIGNMENT)
-    last = (arena_bytes - nbytes) // PLACE_ALIGNMENT * PLACE_ALIGNMENT
-    return Extent(min(begin, last), nbytes)
 
 
 def view_of(storage_of: torch.Tensor, view: TensorView, offset_bytes: int = 0) -> torch.Tensor:

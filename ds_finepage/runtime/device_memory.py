@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
-import torch
-
-from ds_finepage.execution.arena import Arena, HostPool, KeepRows, free_extent
+from ds_finepage.execution.arena import Arena, HostPool
 from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.executor import Executor, OpHook, Residents
@@ -195,32 +193,6 @@ class DeviceMemory:
         wanted = max(0, files.held_bytes - nbytes)
         while files.held_bytes > wanted:
             files.drop([next(reversed(files.held))])
-
-    # Between two passes.
-
-    def keeper(self, nbytes: int) -> KeepRows | None:
-        """Return a function that copies rows into the arena, to one place.
-
-        Nothing but residents is alive in the arena between two passes. Those that lie in the place
-        no longer count as valid, so the next pass that wants them reloads them.
-
-        Returns:
-            The function; its copy is valid until the next call of it, or the next pass. None
-            without an arena that is large enough.
-        """
-        if self._arena is None or self._arena.nbytes < nbytes:
-            return None
-        place = free_extent(self.residents.values(), self._arena.nbytes, nbytes)
-        for key in [k for k, held in self.residents.items() if held.overlaps(place)]:
-            del self.residents[key]
-        self._lanes.follow()  # the last pass may still read there
-        block = self._arena.slice(place, nbytes)
-
-        def keep(rows: torch.Tensor) -> torch.Tensor:
-            kept = block[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape)
-            return kept.copy_(rows)
-
-        return keep
 
     # Changes from outside.
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.execution.arena import KeepRows
 from ds_finepage.integrations.transformers.host_cache import (
     HandedOut,
     HostLayer,
@@ -42,9 +41,9 @@ TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_emb
 SIZES = (ample_rows, few_rows, least_rows)
 """Tell the rows of a room; each is less than the one before."""
 
-MakeRoom = Callable[[Sequence[torch.Tensor], Sequence[int]], KeepRows | None]
+MakeRoom = Callable[[Sequence[torch.Tensor], Sequence[int]], bool]
 """Makes room for a KV cache: its present tensors, and the bytes of those that take their places.
-Returns what keeps the rows of one tensor meanwhile; None if its old and new room fit together."""
+Returns whether the old and the new room of a tensor do not fit together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class KVOffload:
         self,
         counters: Counters,
         *,
-        make_room: MakeRoom = lambda rooms, after: None,
+        make_room: MakeRoom = lambda rooms, after: False,
         note_live: Callable[[Iterable[torch.Tensor]], None] = lambda tensors: None,
         require_host: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
@@ -206,10 +205,10 @@ class KVOffload:
         """Move the rows of all ``layers`` of a cache into rooms of other capacities."""
         rooms = [room for layer in layers for room in layer.rooms]
         after = [n for x in layers for n in x.room_bytes(capacities.get(x, x.capacity))]
-        keep = self._make_room(rooms, after) if rooms else None
+        via_host = bool(rooms) and self._make_room(rooms, after)
         del rooms  # each is freed as soon as its rows have moved
         for layer, capacity in capacities.items():
-            layer.resize(capacity, keep=keep)
+            layer.resize(capacity, via_host=via_host)
 
     def _tighten(self, call: CapturedCall) -> bool:
         """Give the caches of a refused call less room from now on; False if they have no more.

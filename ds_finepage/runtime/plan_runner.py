@@ -12,7 +12,6 @@ import torch
 
 from ds_finepage.capture.dynamo_graph import DynamoGraph
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.device import DeviceMemoryError
 from ds_finepage.execution.executor import Executor, OpHook, PassCounters, Residents
 from ds_finepage.execution.fallback import run_resident, run_unplanned
@@ -20,7 +19,6 @@ from ds_finepage.execution.host_memory import host_memory
 from ds_finepage.execution.measure import OpMeter
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.integrations.transformers.preflight import CacheUse
-from ds_finepage.integrations.transformers.room import kept_on_host
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.planning.pipeline import collector_off
 from ds_finepage.runtime.binder import Binder
@@ -180,14 +178,13 @@ class PlanRunner:
             use = replace(use, longest=longest or None)
         return self.kv_offload.generation(use)
 
-    def _make_room(self, rooms: Sequence[torch.Tensor], after: Sequence[int]) -> KeepRows | None:
+    def _make_room(self, rooms: Sequence[torch.Tensor], after: Sequence[int]) -> bool:
         """Make room for a KV cache that moves to other tensors; the arena makes way if it must.
 
         ``after`` are the bytes of the tensors that take the places of ``rooms``, in order.
 
         Returns:
-            What keeps the rows of one tensor while its old room is freed and its new one is made;
-            None if the budget has room for both.
+            True where the old and the new room of a tensor do not fit together beside the arena.
 
         Raises:
             PlanInfeasibleError: The budget has no room for the bytes that it has then.
@@ -199,14 +196,9 @@ class PlanRunner:
         if nbytes + beside > budget_bytes:
             raise _no_room(nbytes, beside, budget_bytes)
         apart = beside + max(sum(before), nbytes)  # where no tensor has two rooms at once
-        together = apart + max(*before, *after)
-        held_bytes = self.memory.held_bytes
-        if together + held_bytes <= budget_bytes:
-            return None
-        if apart + held_bytes <= budget_bytes and (keep := self.memory.keeper(max(before))):
-            return keep
-        self.memory.to_released()
-        return None if together <= budget_bytes else kept_on_host
+        if apart + self.memory.held_bytes > budget_bytes:
+            self.memory.to_released()
+        return apart + max(*before, *after) + self.memory.held_bytes > budget_bytes
 
     # One call of a graph.
 

@@ -26,10 +26,8 @@ A prompt that has no room even so gets none behind its rows, since its pass need
 the next step, which moves the rows.
 The whole room counts in the budget, as the state of the pass. While one tensor moves, its old and
 new rooms exist together, and the other tensors once. Where the budget has no room for that beside
-the arena, the rows of one tensor wait in the arena while its old room is freed and its new one is
-made; weights that stay from pass to pass keep their places where they can. The arena itself is
-freed only where the new rooms have no place beside it. Rows then wait in host memory, if the old
-and the new room of a tensor still do not fit together.
+the arena, the rows of one tensor wait in host memory while its old room is freed and its new one is
+made. The arena is freed only where the new rooms have no place beside it.
 """
 
 from __future__ import annotations
@@ -44,7 +42,6 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ds_finepage._compat.transformers import is_initialized
-from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.planning.budget import SELECTED_PARTS
 
@@ -304,13 +301,13 @@ class RoomLayer(RunLayer):
         """Return the bytes of rooms for so many rows."""
         return [room.nbytes // room.shape[2] * capacity for room in self.rooms]
 
-    def resize(self, capacity: int, *, keep: KeepRows | None = None) -> None:
+    def resize(self, capacity: int, *, via_host: bool = False) -> None:
         """Move to rooms of another capacity, keys first; see [Note: how rooms grow].
 
         Args:
             capacity: The rows of the new rooms, at least the live ones.
-            keep: Keeps the rows, so that each old room is freed before its new one is made; None
-                where both may exist together.
+            via_host: Rows wait in host memory, so that each old room is freed before its new one
+                is made; else both exist together.
         """
         num_rows = self.lengths.shape[0]
         with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
@@ -319,8 +316,8 @@ class RoomLayer(RunLayer):
                 if room is None:
                     continue
                 live, like = room.narrow(2, 0, num_rows), room.new_empty(0)
-                if keep is not None:
-                    live, room = keep(live), None
+                if via_host:
+                    live, room = kept_on_host(live), None
                     setattr(self, name, None)
                 found = like.new_empty((*live.shape[:2], capacity, live.shape[3]))
                 found.narrow(2, 0, num_rows).copy_(live)
@@ -378,7 +375,7 @@ def _selected(room: torch.Tensor, num_rows: int, sequences: torch.Tensor) -> tor
 
 
 def kept_on_host(rows: torch.Tensor) -> torch.Tensor:
-    """Keep rows in host memory, as a :data:`KeepRows`."""
+    """Copy rows to host memory."""
     found = host_bytes(rows.numel() * rows.itemsize, pinned=False).view(rows.dtype)
     return found.view(rows.shape).copy_(rows)
 

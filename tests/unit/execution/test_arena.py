@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_finepage.execution.arena import POISON, Arena, HostPool, free_extent, view_of
+from ds_finepage.execution.arena import POISON, Arena, HostPool, view_of
 from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.taskgraph import TensorView
 
@@ -100,23 +100,3 @@ def test_slots_can_be_written_though_reserved_in_inference_mode() -> None:
         pool.reserve(64)
     pool.slice(0, 64).fill_(1)
     assert not pool.bytes.is_inference()
-
-
-# --- free places -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("held", "nbytes", "offset"),
-    [
-        ([], 4096, 0),
-        ([(512, 512), (2048, 512)], 512, 0),
-        ([(2048, 512), (0, 500)], 1536, 512),  # in any order; places begin at a multiple of 512
-        ([(2048, 512), (0, 512)], 1537, 2048),  # nowhere
-        ([(0, 1000), (1100, 1024)], 512, 2560),
-    ],
-)
-def test_a_free_place_is_the_first_one_or_the_end(
-    held: list[tuple[int, int]], nbytes: int, offset: int
-) -> None:
-    extents = [Extent(*each) for each in held]
-    assert free_extent(extents, 4096, nbytes) == Extent(offset, nbytes)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ds_finepage.execution.arena import KeepRows
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.integrations.transformers.host_cache import HandedOut, move_to_host
 from ds_finepage.integrations.transformers.room import (
@@ -18,7 +17,6 @@ from ds_finepage.integrations.transformers.room import (
     ample_rows,
     can_have_room,
     few_rows,
-    kept_on_host,
     layers_of,
 )
 
@@ -61,23 +59,23 @@ def test_new_rows_are_written_behind_the_old_ones() -> None:
     assert before is not None and torch.equal(before, rows(5))
 
 
-@pytest.mark.parametrize("keep", [None, kept_on_host])
-def test_rows_move_to_a_larger_room(keep: KeepRows | None) -> None:
+@pytest.mark.parametrize("via_host", [False, True])
+def test_rows_move_to_a_larger_room(via_host: bool) -> None:
     layer = filled(5, 8)
-    layer.resize(20, keep=keep)
+    layer.resize(20, via_host=via_host)
     assert (layer.capacity, layer.room_bytes(20)) == (20, [2 * 2 * 20 * 4 * 4] * 2)
     assert has(layer, rows(5))
     layer.update(rows(14, 1), -rows(14, 1))
     assert has(layer, torch.cat([rows(5), rows(14, 1)], dim=2))
 
 
-@pytest.mark.parametrize("keep", [None, kept_on_host])
-def test_rows_that_are_kept_elsewhere_have_no_two_rooms_at_once(keep: KeepRows | None) -> None:
+@pytest.mark.parametrize("via_host", [False, True])
+def test_rows_that_wait_in_host_memory_have_no_two_rooms_at_once(via_host: bool) -> None:
     layer = filled(500, 501)
     with DeviceMeter(torch.device("cpu")) as meter:
         layer.resize(502)  # from now on the meter knows all rooms
-        layer.resize(504, keep=keep)
-    assert (meter.peak_bytes <= sum(layer.room_bytes(504))) is (keep is not None)
+        layer.resize(504, via_host=via_host)
+    assert (meter.peak_bytes <= sum(layer.room_bytes(504))) is via_host
     assert has(layer, rows(500))
 
 

@@ -147,38 +147,3 @@ def test_new_checks_make_new_lanes(memory: DeviceMemory) -> None:
     memory.use(run_settings(debug=DebugConfig(poison_vacated=True)))
     executor = bound(memory, found)
     assert executor.lanes is not lanes and executor.poison
-
-
-# Rows that wait in the arena between two passes.
-
-
-def test_rows_wait_in_the_arena_where_no_weight_is(
-    memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = bound(memory, planned_pass())
-    memory.residents = {"a": Extent(0, NBYTES), "b": Extent(3 * NBYTES, NBYTES)}
-    followed: list[bool] = []
-    monkeypatch.setattr(memory._lanes, "follow", lambda: followed.append(True))
-    keep = memory.keeper(2 * NBYTES)
-    assert followed  # they are kept behind the last pass
-    assert keep is not None and list(memory.residents) == ["a", "b"]
-    rows = torch.arange(2 * NBYTES // 4, dtype=torch.float32).view(2, -1, 4)
-    kept = keep(rows[:, 1:])
-    assert torch.equal(kept, rows[:, 1:])
-    first = executor.arena.bytes[NBYTES:].view(torch.float32)
-    assert first.data_ptr() == kept.data_ptr()
-    assert keep(rows).data_ptr() == kept.data_ptr()
-
-
-def test_weights_in_the_place_of_kept_rows_are_reloaded(memory: DeviceMemory) -> None:
-    bound(memory, planned_pass())
-    memory.residents = {name: Extent(i * NBYTES, NBYTES) for i, name in enumerate("abcdefg")}
-    assert memory.keeper(2 * NBYTES) is not None
-    assert list(memory.residents) == ["a", "b", "c", "d", "e"]
-
-
-def test_without_an_arena_that_is_large_enough_nothing_is_kept(memory: DeviceMemory) -> None:
-    assert memory.keeper(1) is None
-    bound(memory, planned_pass())
-    assert memory.keeper(7 * NBYTES + 1) is None
-    assert memory.keeper(7 * NBYTES) is not None

@@ -11,7 +11,6 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.execution.arena import KeepRows
 from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.integrations.transformers.preflight import CacheUse
 from ds_finepage.integrations.transformers.room import MIN_ROWS, RoomLayer
@@ -242,19 +241,19 @@ def capacities_after(made: KVOffload, cache: DynamicCache, num_refusals: int) ->
     return capacities(cache)
 
 
-def test_rows_are_kept_elsewhere_where_two_rooms_do_not_fit(
+def test_rows_wait_in_host_memory_where_two_rooms_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, ways = [], []
     resize = RoomLayer.resize
 
-    def see(layer: RoomLayer, capacity: int, *, keep: KeepRows | None = None) -> None:
-        ways.append(keep)
-        resize(layer, capacity, keep=keep)
+    def see(layer: RoomLayer, capacity: int, *, via_host: bool = False) -> None:
+        ways.append(via_host)
+        resize(layer, capacity, via_host=via_host)
 
-    def make_room(rooms: Sequence[torch.Tensor], after: Sequence[int]) -> KeepRows | None:
+    def make_room(rooms: Sequence[torch.Tensor], after: Sequence[int]) -> bool:
         asked.append((len(rooms), after))
-        return None if len(asked) == 1 else torch.clone
+        return len(asked) > 1
 
     monkeypatch.setattr(RoomLayer, "resize", see)
     made, _ = calls(make_room=make_room)
@@ -263,15 +262,16 @@ def test_rows_are_kept_elsewhere_where_two_rooms_do_not_fit(
         cache = cache_with(5)
         assert torch.equal(call(made, forward(cache), cache), EXPECTED)
     assert asked == [(4, [room_bytes] * 4)] * 2
-    assert ways == [None, None, torch.clone, torch.clone]
+    assert ways == [False, False, True, True]
 
 
 def test_a_room_that_cannot_double_grows_a_little_or_goes_to_host_memory() -> None:
     most_rows = 900
 
-    def make_room(rooms: Sequence[torch.Tensor], after: Sequence[int]) -> None:
+    def make_room(rooms: Sequence[torch.Tensor], after: Sequence[int]) -> bool:
         if sum(after) > 4 * most_rows * rows(5, 1).nbytes:
             raise PlanInfeasibleError("no room for rows", 5)
+        return False
 
     made, counters = calls(make_room=make_room)
     cache = cache_with(*range(200))

@@ -17,7 +17,6 @@ from ds_finepage.execution.executor import PassCounters
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.collectives import order_of
 from ds_finepage.integrations.transformers.preflight import CacheUse
-from ds_finepage.integrations.transformers.room import kept_on_host
 from ds_finepage.planning.budget import HOST_PROGRAM_SLACK_BYTES
 from ds_finepage.runtime import plan_runner
 from ds_finepage.runtime.device_memory import DeviceState
@@ -26,10 +25,6 @@ from ds_finepage.runtime.plan_runner import PlanRunner
 from ds_finepage.runtime.ranks import ONE_RANK, Ranks
 from tests.unit.planning.sketches import chain
 from tests.unit.runtime.settings import KnownCosts, run_settings, sized_pass
-
-
-def kept_in_arena(rows: torch.Tensor) -> torch.Tensor:
-    return rows.clone()
 
 
 class Device:
@@ -42,13 +37,9 @@ class Device:
         self.residents: dict[str, Any] = {}
         self.state = DeviceState.RELEASED
         self.refused: list[Pass] = []
-        self.most_kept_bytes = 0
-
-    def keeper(self, nbytes: int) -> Any:
-        return kept_in_arena if nbytes <= self.most_kept_bytes else None
 
     def to_released(self) -> None:
-        self.state = DeviceState.RELEASED
+        self.state, self.held_bytes = DeviceState.RELEASED, 0
 
     def to_resident(self) -> int:
         copied = 0 if self.state is DeviceState.RESIDENT else 100
@@ -188,35 +179,31 @@ HALF = (BUDGET - SLACK) // 2
 
 
 @pytest.mark.parametrize(
-    ("most_kept", "free", "sizes", "after", "keep", "state"),
+    ("free", "sizes", "after", "via_host", "state"),
     [
         # 2000 bytes, and one tensor of 1500 twice.
-        (600, 3500, (600, 400), [1500, 500], None, PAGED),
-        (600, 3499, (600, 400), [1500, 500], kept_in_arena, PAGED),
-        (600, 2000, (600, 400), [1500, 500], kept_in_arena, PAGED),
-        (600, 1999, (600, 400), [1500, 500], None, RELEASED),
-        # The rows of one tensor have no room in the arena.
-        (599, 2000, (600, 400), [1500, 500], None, RELEASED),
+        (3500, (600, 400), [1500, 500], False, PAGED),
+        (3499, (600, 400), [1500, 500], True, PAGED),
+        (2000, (600, 400), [1500, 500], True, PAGED),
+        (1999, (600, 400), [1500, 500], False, RELEASED),
         # Rooms that shrink need the bytes of the old ones.
-        (600, 1000, (600, 400), [300, 200], kept_in_arena, PAGED),
-        (600, 999, (600, 400), [300, 200], None, RELEASED),
+        (1000, (600, 400), [300, 200], True, PAGED),
+        (999, (600, 400), [300, 200], False, RELEASED),
         # Two rooms of a tensor fit, or they do not.
-        (0, HALF - 1, (600,), [HALF], None, RELEASED),
-        (0, HALF, (600,), [HALF + 1], kept_on_host, RELEASED),
+        (HALF - 1, (600,), [HALF], False, RELEASED),
+        (HALF, (600,), [HALF + 1], True, RELEASED),
     ],
 )
-def test_rows_that_move_wait_in_the_arena_and_it_makes_way_only_if_it_must(
+def test_rows_that_move_wait_in_host_memory_and_the_arena_makes_way_only_if_it_must(
     rig: Rig,
-    most_kept: int,
     free: int,
     sizes: tuple[int, ...],
     after: list[int],
-    keep: Any,
+    via_host: bool,
     state: DeviceState,
 ) -> None:
-    rig.device.state, rig.device.most_kept_bytes = PAGED, most_kept
-    rig.device.held_bytes = BUDGET - SLACK - free
-    assert rig.runner._make_room(rooms(*sizes), after) is keep
+    rig.device.state, rig.device.held_bytes = PAGED, BUDGET - SLACK - free
+    assert rig.runner._make_room(rooms(*sizes), after) is via_host
     assert rig.device.state is state
 
 
