@@ -79,7 +79,7 @@ class Assistance:
                     draft.generation.price.room_share = share
                 draft.generation.give_up = self._give_up
             draft.generation.num_plans = lambda: self._runner.counters.num_plans
-            self._runner.live.note_more(draft.weights)
+            self._runner.live.note(draft.weights)
             draft.generation.price.most, self._runner.live.caller_bytes = longest_draft(
                 draft.generation.vocabulary, settings.budget_bytes
             )

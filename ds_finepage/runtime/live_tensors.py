@@ -7,7 +7,6 @@ chat runs. Their bytes are on the device, so they count against the budget of ev
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,27 +27,21 @@ class LiveTensors:
 
     def __init__(self) -> None:
         self.caller_bytes = 0
-        self._latest: list[weakref.ref[torch.Tensor]] = []
         self._known: dict[StorageWeakRef, int] = {}  # -> bytes
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the inputs and outputs of the pass that ran last."""
-        self._latest = [weakref.ref(tensor) for tensor in tensors]
-
-    def note_more(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note tensors beside those of the pass that ran last: the rows of a KV cache, say."""
+        """Note the inputs and outputs of a pass, or the rows of a KV cache, say."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             self._known[StorageWeakRef(storage)] = storage.nbytes()
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget tensors that are about to leave the device."""
-        self.bytes_beside(())  # those of the last pass are known now
         for tensor in tensors:
             self._known.pop(StorageWeakRef(tensor.untyped_storage()), None)
 
     def reserve(
         self,
-        found: Pass | None,
+        found: Pass,
         args: Sequence[Any],
         budget_bytes: int,
         *,
@@ -57,11 +50,8 @@ class LiveTensors:
     ) -> None:
         """Let a pass leave room for live tensors that are no arguments of its call.
 
-        Nothing is left where the call runs without a plan (``found`` is None). If its KV cache
-        ``is_reordered`` after it, its sequences are copied.
+        If its KV cache ``is_reordered`` after it, its sequences are copied.
         """
-        if found is None:
-            return
         inputs = found.inputs(args)
         copied_bytes = selected_bytes(found.graph) if is_reordered else 0
         live_bytes = self.bytes_beside(inputs) + copied_bytes
@@ -75,9 +65,6 @@ class LiveTensors:
 
     def bytes_beside(self, inputs: Iterable[torch.Tensor]) -> int:
         """Add up the bytes of live tensors that are no inputs of the next pass."""
-        alive = (ref() for ref in self._latest)
-        self.note_more(tensor for tensor in alive if tensor is not None)
-        self._latest = []
         self._known = {ref: n for ref, n in self._known.items() if not ref.expired()}
         taken = {tensor.untyped_storage()._cdata for tensor in inputs}
         beside = sum(n for ref, n in self._known.items() if ref.cdata not in taken)

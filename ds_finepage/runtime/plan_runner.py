@@ -60,7 +60,7 @@ class PlanRunner:
         self.kv_offload = KVOffload(
             self.counters,
             make_room=self._make_room,
-            note_live=self.live.note_more,
+            note_live=self.live.note,
             require_host=self.require_host,
         )
         memory.require_host = self.require_host
@@ -224,16 +224,16 @@ class PlanRunner:
         settings, memory = self.settings, self.memory
         refusal: PlanInfeasibleError | None = None
         for found in self.table.candidates(graph, args, settings):
-            is_reordered = self.kv_offload.use.is_reordered
-            self.live.reserve(
-                found, args, settings.budget_bytes, is_reordered=is_reordered, ranks=self.ranks
-            )
             if found is None:
                 self._weights.require_whole("a graph")
                 self.counters.num_unplanned_graphs += 1
                 memory.to_released()
                 self.ranks.agree(None, args)
                 return run_unplanned(graph.module, args, self._weights)
+            is_reordered = self.kv_offload.use.is_reordered
+            self.live.reserve(
+                found, args, settings.budget_bytes, is_reordered=is_reordered, ranks=self.ranks
+            )
             most = self.table.maker.most_resident_bytes
             if self._keeps_weights and found.may_be_resident(most, settings.budget_bytes):
                 if memory.state is not DeviceState.RESIDENT:
