@@ -322,7 +322,7 @@ def _draft_of(
     config, budget_bytes = settings.config, settings.budget_bytes
     if not isinstance(given, torch.nn.Module) and config.draft == "off":
         return None
-    if _share_model(ranks):
+    if ranks.share_model:
         raise ConfigError(
             "draft: several ranks share the model, and a draft has one. Leave out finepage.draft."
         )
@@ -379,16 +379,11 @@ def _why_no_host(config: FinepageConfig, weights: WeightTable, ranks: Ranks) -> 
         return "it is off"
     if not policy_named(config.policy).is_cyclic:
         return f"policy {config.policy} computes everything on the device"
-    if _share_model(ranks):
+    if ranks.share_model:
         return "several ranks share the model"
     if weights.files.sources:
         return "weights lie in files, because host_budget has no room for them"
     return None
-
-
-def _share_model(ranks: Ranks) -> bool:
-    """Tell whether several ranks have the model together."""
-    return ranks.collects_weights or not ranks.has_whole_model
 
 
 def _run_settings(

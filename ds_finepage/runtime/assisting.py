@@ -194,7 +194,7 @@ class Assistance:
         ranks = self._runner.ranks
         is_attached = isinstance(vars(model).get("_compiled_call_impl"), PlannedCall)
         is_whole = all(parameter.numel() for parameter in model.parameters())  # not so under ZeRO
-        return ranks.has_whole_model and not ranks.collects_weights and is_whole and not is_attached
+        return is_whole and not ranks.share_model and not is_attached
 
     def see_pass(self, module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
         """See a call of the model or of the draft."""

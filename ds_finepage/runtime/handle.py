@@ -135,7 +135,7 @@ class Handle:
     @property
     def is_shared(self) -> bool:
         """True where several ranks share the model."""
-        return self._ranks.collects_weights or not self._ranks.has_whole_model
+        return self._ranks.share_model
 
     @property
     def profile(self) -> HardwareProfile:

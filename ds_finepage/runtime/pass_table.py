@@ -45,10 +45,6 @@ class PassTable:
         self._longest: dict[_Key, tuple[Bucket, RunSettings]] = {}
         self._library_bytes = maker.meter.library_bytes  # that the passes count
 
-    def __len__(self) -> int:
-        """Return the number of remembered calls, unplanned ones included."""
-        return len(self._passes)
-
     @property
     def passes(self) -> list[Pass]:
         """The remembered passes, in the order of their capture."""

@@ -53,6 +53,11 @@ class Ranks:
     has_whole_model = True
     collects_weights = False
 
+    @property
+    def share_model(self) -> bool:
+        """True where several ranks have the model together."""
+        return self.collects_weights or not self.has_whole_model
+
     @contextmanager
     def together(self, args: Sequence[Any] = ()) -> Iterator[None]:
         """Hold while a pass is found, planned and run."""

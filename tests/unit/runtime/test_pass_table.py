@@ -135,7 +135,7 @@ def test_calls_without_a_plan_are_remembered_too() -> None:
     assert graph.captured == [4]
     assert made.reasons == ["a size of 4"]
     made.find(graph, 5, 6, 7)
-    assert len(made.table) == 3
+    assert len(made.table._passes) == 3
     assert made.counters.num_forgotten == 0  # it had no plan to forget
 
 
@@ -251,7 +251,7 @@ def test_calls_of_one_bucket_share_a_pass() -> None:
     assert passes[0] is passes[1] is passes[2] is passes[4] is not passes[3]
     assert (graph.num_recorded, graph.made, graph.captured) == (1, [10, 20], [])
     assert made.counters.num_captures == 1
-    assert len(made.table) == 2
+    assert len(made.table._passes) == 2
 
 
 def test_a_call_whose_bucket_has_no_room_is_planned_for_the_longest_call_with_room() -> None:
