@@ -79,7 +79,7 @@ class Stats:
         file_bytes: Bytes of weights read from files so far.
         host_bytes: Host memory of the run: weights, pinned pool and KV caches.
         host_budget_bytes: The limit on it; None without one.
-        passes: The passes that are remembered, in the order of their last use.
+        passes: The passes that are remembered, in the order of their capture.
         draft_bytes: Bytes of the draft's weights, which stay on the device; 0 without a draft.
         num_drafted: Tokens that the draft made and the model checked.
         num_accepted: Those of them that the model agreed with.
