@@ -24,11 +24,9 @@ FOLDERS_WITH_TERMS = ("graph", "planning", "execution", "runtime")
 """Their public classes and the members of their enums are terms of art, word by word."""
 
 EVERYDAY = [
-    "aborted",
     "await",
     "binder",
     "builder",
-    "call",
     "change",
     "copies",
     "cpu",
@@ -38,21 +36,17 @@ EVERYDAY = [
     "list",
     "maker",
     "meter",
-    "much",
     "need",
     "planner",
     "probe",
     "read",
     "ref",
-    "run",
     "runner",
     "running",
     "setting",
     "stats",
     "store",
-    "take",
     "taker",
-    "too",
 ]
 """Words that mean in this program what they mean in any other. They need no entry."""
 

@@ -8,10 +8,11 @@ import torch
 
 from ds_finepage.config import FinepageConfig
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.pipeline import Needs, needs_of
+from ds_finepage.planning.pipeline import Needs, needs_of, plan_checked
 from ds_finepage.runtime.passes import Pass
 from ds_finepage.runtime.settings import RunSettings
 from tests.unit.planning.finepage.test_search import machine
+from tests.unit.planning.sketches import chain
 
 UNIT = 64
 PROFILE = machine(h2d=1e9)
@@ -37,6 +38,13 @@ def needs_for(graph: TaskGraph, settings: RunSettings) -> Needs:
 def sized_pass(graph: TaskGraph, settings: RunSettings | None = None) -> Pass:
     """Make a pass whose ops count as measured."""
     return Pass(graph, needs_for(graph, settings or run_settings()))
+
+
+def planned_pass(arena_bytes: int = 7 * 1024) -> Pass:
+    """Make a pass with nine weights of a KiB, and plan it."""
+    found = sized_pass(chain(9, nbytes=1024))
+    found.set_plan(plan_checked(found.graph, arena_bytes, run_settings().planning))
+    return found
 
 
 class KnownCosts:

@@ -14,12 +14,10 @@ from ds_finepage.config import DebugConfig
 from ds_finepage.execution.masters import weights_of
 from ds_finepage.execution.stores import WeightTable
 from ds_finepage.graph.memgraph import Extent
-from ds_finepage.planning.pipeline import plan_checked
 from ds_finepage.runtime import device_memory
 from ds_finepage.runtime.device_memory import DeviceMemory, DeviceState
 from ds_finepage.runtime.passes import Pass
-from tests.unit.planning.sketches import chain
-from tests.unit.runtime.settings import run_settings, sized_pass
+from tests.unit.runtime.settings import planned_pass, run_settings
 
 CPU = torch.device("cpu")
 NBYTES = 1024
@@ -48,12 +46,6 @@ def memory(weights: WeightTable) -> Any:
     made = DeviceMemory(weights, run_settings())
     yield made
     made.close()
-
-
-def planned_pass(arena_bytes: int = 7 * NBYTES) -> Pass:
-    found = sized_pass(chain(9, nbytes=NBYTES))
-    found.set_plan(plan_checked(found.graph, arena_bytes, run_settings().planning))
-    return found
 
 
 def bound(memory: DeviceMemory, found: Pass) -> Any:

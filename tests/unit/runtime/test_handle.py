@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from ds_finepage.execution.device import Device
 from ds_finepage.runtime import calls
 from ds_finepage.runtime.device_memory import DeviceState
 from ds_finepage.runtime.handle import Handle
+from ds_finepage.runtime.ranks import Ranks
 from tests.unit.execution.parameters import scripted
 
 WIDTH = 64
@@ -287,6 +288,25 @@ def test_nothing_keeps_a_detached_module_alive() -> None:
     del model, handle
     gc.collect()
     assert gone() is None
+
+
+class Twice(Ranks):
+    """Another rank that has done the same, on twice the bytes."""
+
+    def of_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        return [list(numbers), [2 * number for number in numbers]]
+
+
+@pytest.mark.parametrize("rig", [{"ranks": Twice()}], indirect=True)
+def test_every_rank_has_a_row_with_its_own_figures(rig: Rig) -> None:
+    assert rig.same()
+    table = rig.handle.rank_table()
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells["rank"] == ["0", "1"]
+    assert cells["weights"] == ["48.75 KiB", "97.50 KiB"]
+    assert cells["budget"] == ["1.00 GiB", "2.00 GiB"]
+    assert cells["runs"] == ["1", "2"]
+    assert cells["without a plan"] == ["0", "0"]
 
 
 def test_a_context_holds_around_each_call() -> None:

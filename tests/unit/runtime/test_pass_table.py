@@ -169,17 +169,6 @@ def test_a_pass_without_room_is_refused(split: bool) -> None:
     made.table.maker.require_room(found.graph, run_settings(least, split=split))
 
 
-def test_bytes_of_libraries_count_in_every_pass() -> None:
-    made = remembering()
-    first, second = made.found(OneSizeGraph(), 4, 5)
-    before = [p.needs.non_arena_bytes for p in (first, second)]
-    made.table.maker.meter.library_bytes += 1000
-    made.table._count_library()
-    assert [p.needs.non_arena_bytes for p in (first, second)] == [b + 1000 for b in before]
-    (third,) = made.found(OneSizeGraph(), 6)
-    assert third.needs.non_arena_bytes > 1000 + before[0] - 2 * 64
-
-
 class Growing(KnownCosts):
     """Finds, while it measures, that a library keeps bytes for good."""
 

@@ -11,16 +11,10 @@ from ds_finepage.execution.executor import PassCounters
 from ds_finepage.planning.pipeline import plan_checked
 from ds_finepage.runtime.passes import MOST_PLANS, Pass
 from tests.unit.planning.sketches import chain
-from tests.unit.runtime.settings import run_settings, sized_pass
+from tests.unit.runtime.settings import planned_pass, run_settings, sized_pass
 
 NBYTES = 1024
 ARENA = 7 * NBYTES
-
-
-def planned_pass() -> Pass:
-    found = sized_pass(chain(9, nbytes=NBYTES))
-    found.set_plan(plan_checked(found.graph, ARENA, run_settings().planning))
-    return found
 
 
 def bound_pass() -> Pass:
