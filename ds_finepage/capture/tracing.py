@@ -103,23 +103,18 @@ def mark_growing(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for layer in chain.from_iterable(
         getattr(v, "layers", None) or () for v in (*args, *kwargs.values())
     ):
-        tokens_at = 2
-        if type(layer).__name__ in ("RoomLayer", "HostLayer"):
-            maybe_mark_dynamic(layer.lengths, 0)
-            maybe_mark_dynamic(layer.lengths, 1)
-            num_rows = layer.lengths.shape[0]
-            if type(layer).__name__ == "RoomLayer":
-                rooms = layer.key_room, layer.value_room
-            else:
-                rooms, tokens_at = (layer.key_rows.live, layer.value_rows.live), 0
-        elif type(layer).__name__ == "DynamicLayer":
-            rooms = layer.keys, layer.values
+        if type(layer).__name__ == "RoomLayer":
+            rooms, tokens_at = (layer.key_room, layer.value_room), 2
+        elif type(layer).__name__ == "HostLayer":
+            rooms, tokens_at = (layer.key_rows.live, layer.value_rows.live), 0
         else:
             continue
+        maybe_mark_dynamic(layer.lengths, 0)
+        maybe_mark_dynamic(layer.lengths, 1)
+        num_rows = layer.lengths.shape[0]
         for rows in rooms:
-            if isinstance(rows, torch.Tensor) and rows.dim() == 4:
+            if rows is not None:
                 maybe_mark_dynamic(rows, tokens_at)
-                num_rows = num_rows or rows.shape[tokens_at]
     mask = kwargs.get("attention_mask")
     if num_rows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
         maybe_mark_dynamic(mask, 1)

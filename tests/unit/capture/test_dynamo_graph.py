@@ -144,19 +144,6 @@ def test_labels_are_names_of_modules(make: Callable[[], nn.Module]) -> None:
     assert products == ["layers.0", "layers.1"]
 
 
-def test_labels_of_nested_modules_are_qualified() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleDict({"up": nn.Sequential(nn.Linear(4, 4))})
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks["up"](x)
-
-    ((graph, args),) = by_dynamo(Nested(), (rows(2, 4),))
-    assert set(labels(record(graph, args))) == {"blocks.up.0"}
-
-
 def test_a_function_has_no_labels() -> None:
     ((graph, args),) = by_dynamo(lambda x: x.exp(), (rows(2),))
     assert labels(record(graph, args)) == [""]

@@ -204,16 +204,16 @@ def test_an_error_of_the_device_says_nothing_about_the_graph(
     assert recording.record(graph, (x,)).tasks
 
 
+def write(room: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    num_rows = rows.shape[0] + new.shape[0]
+    if num_rows >= room.shape[0]:
+        return new * 2
+    room.narrow(0, rows.shape[0], new.shape[0]).copy_(new)
+    return room.narrow(0, 0, num_rows) * 2
+
+
 def test_a_call_that_fills_its_room_is_planned_for_what_it_has() -> None:
     """A plan is for some more new rows; behind as many as that leaves, a call has its own plan."""
-
-    def write(room: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        num_rows = rows.shape[0] + new.shape[0]
-        if num_rows >= room.shape[0]:
-            return new * 2
-        room.narrow(0, rows.shape[0], new.shape[0]).copy_(new)
-        return room.narrow(0, 0, num_rows) * 2
-
     given = [
         (torch.zeros(64, 4), torch.zeros(n, 0), torch.ones(num_new, 4))
         for n, num_new in ((20, 2), (30, 3), (60, 3), (20, 2))
@@ -227,14 +227,6 @@ def test_a_call_that_fills_its_room_is_planned_for_what_it_has() -> None:
 
 def test_rows_are_planned_for_as_many_as_their_room_has() -> None:
     """Calls that write behind the rows need one plan for a room, whatever the rows so far."""
-
-    def write(room: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        num_rows = rows.shape[0] + 1
-        if num_rows >= room.shape[0]:
-            return new * 2
-        room.narrow(0, rows.shape[0], 1).copy_(new)
-        return room.narrow(0, 0, num_rows) * 2
-
     given = [
         (torch.zeros(capacity, 4), torch.zeros(n, 0), torch.ones(1, 4))
         for n, capacity in ((20, 43), (30, 44), (41, 43), (1000, 1024))

@@ -118,26 +118,21 @@ def test_a_layer_has_two_sums_and_the_output_layer_one_gathering(
     assert collectives(captured(CONFIGS[family], 1)) == Counter()
 
 
-def test_weights_and_rows_of_the_kv_cache_are_divided() -> None:
-    def sizes(num_ranks: int) -> dict[str, int]:
-        return {b.name: b.nbytes for b in captured(LLAMA, num_ranks).buffers if b.name}
-
-    whole, half = sizes(1), sizes(2)
-    assert set(half) == set(whole)
-    cut = [n for n in whole if re.search(r"(proj|lm_head)\.weight$|\.(keys|values)$", n)]
-    assert len(cut) == 2 * 7 + 1 + 2 * 2
+@pytest.mark.parametrize(
+    ("family", "parts", "num_cut"),
+    [("llama", "(self_attn|mlp)", 2 * 7 + 1 + 2 * 2), ("mixtral", "self_attn", 2 * 4 + 1 + 2 * 2)],
+)
+def test_weights_and_rows_of_the_kv_cache_are_divided_and_experts_stay_whole(
+    family: str, parts: str, num_cut: int
+) -> None:
+    whole, half = (
+        {b.name: b.nbytes for b in captured(CONFIGS[family], num_ranks).buffers if b.name}
+        for num_ranks in (1, 2)
+    )
+    pattern = rf"{parts}\..*proj\.weight$|lm_head\.weight$|\.(keys|values)$"
+    cut = [name for name in whole if re.search(pattern, name)]
+    assert len(cut) == num_cut
     assert half == {name: whole[name] // (1 + (name in cut)) for name in whole}
-
-
-def test_experts_and_their_router_stay_whole() -> None:
-    def sizes(num_ranks: int) -> dict[str, int]:
-        return {b.name: b.nbytes for b in captured(MIXTRAL, num_ranks).buffers if b.name}
-
-    whole, half = sizes(1), sizes(2)
-    mlp = [name for name in whole if ".mlp." in name]
-    assert len(mlp) == 3 * 2 and all(half[name] == whole[name] for name in mlp)
-    attention = [name for name in whole if ".self_attn." in name]
-    assert attention and all(2 * half[name] == whole[name] for name in attention)
 
 
 def test_the_first_rank_has_the_rest_of_an_uneven_size() -> None:

@@ -96,16 +96,18 @@ def compiled(model: Pair, hooks: OwnHooks, seen: list[tuple[list[int], bool]]) -
     return watched
 
 
+@pytest.mark.parametrize("breaks", [False, True])
 def test_hooks_are_away_while_dynamo_traces_and_the_collector_until_the_call_ends(
-    model: Pair,
+    model: Pair, breaks: bool
 ) -> None:
+    """Frames behind a graph break are traced without the hooks too."""
     seen: list[tuple[list[int], bool]] = []
-    hooks = hooked(model)
-    call = compiled(model, hooks, seen)
+    model.breaks = breaks
+    call = compiled(model, hooked(model), seen)
     x = torch.ones(2, 4)
     for _ in range(2):  # the hooks that are back do not make Dynamo trace again
         assert torch.equal(call(x), model.second(model.first(x)))
-        assert seen == [([0] * 6, False), ([1] * 6, False)]
+        assert seen == [([0] * 6, False), ([1] * 6, False)] * (1 + breaks)
     assert num_hooks(model) == [1] * 6 and gc.isenabled()
     assert not callback_handler.end_callbacks
 
@@ -137,15 +139,6 @@ def test_a_status_is_shown_while_dynamo_traces_and_not_afterwards(
             call(torch.ones(1, 4))
     assert order == ([tracing.TEXT, "gone"] if is_terminal else [])
     assert caplog.text.count(tracing.TEXT) == 1
-
-
-def test_frames_behind_a_graph_break_are_traced_without_the_hooks_too(model: Pair) -> None:
-    seen: list[tuple[list[int], bool]] = []
-    model.breaks = True
-    call = compiled(model, hooked(model), seen)
-    call(torch.ones(2, 4))
-    assert seen == [([0] * 6, False), ([1] * 6, False)] * 2  # there again when a graph is made
-    assert gc.isenabled()
 
 
 def test_a_module_with_other_hooks_keeps_all_of_them(model: Pair) -> None:
@@ -222,46 +215,34 @@ def test_a_call_without_a_trace_collects_nothing(
     assert torch._dynamo.config.run_gc_after_compile
 
 
-def test_sizes_of_a_growing_cache_are_marked() -> None:
-    class DynamicLayer:
-        keys = torch.zeros(1, 2, 5, 4)
-        values = torch.zeros(1, 2, 5, 4)
-
-    class StaticLayer:
-        keys = torch.zeros(1, 2, 5, 4)
-
-    cache = SimpleNamespace(layers=[DynamicLayer(), StaticLayer()])
-    mask = torch.ones(1, 6)
-    mark_growing((), {"past_key_values": cache, "attention_mask": mask})
-    for rows in (DynamicLayer.keys, DynamicLayer.values):
-        assert rows._dynamo_weak_dynamic_indices == {2}  # type: ignore[attr-defined]
-    assert mask._dynamo_weak_dynamic_indices == {1}  # type: ignore[attr-defined]
-    assert not hasattr(StaticLayer.keys, "_dynamo_weak_dynamic_indices")
-
-
-def test_a_mask_without_a_growing_cache_is_not_marked() -> None:
-    class DynamicLayer:
-        keys = values = None
-
-    mask = torch.ones(1, 6)
-    mark_growing((SimpleNamespace(layers=[DynamicLayer()]), SimpleNamespace(layers=None)), {})
-    mark_growing((), {"attention_mask": mask})
-    assert not hasattr(mask, "_dynamo_weak_dynamic_indices")
-
-
-def test_rows_with_room_are_marked_and_so_is_their_room() -> None:
+def test_sizes_of_a_growing_cache_and_their_mask_are_marked() -> None:
     class RoomLayer:
         lengths = torch.empty(5, 16, 0)
         key_room = torch.zeros(1, 2, 16, 4)
         value_room = torch.zeros(1, 2, 16, 4)
 
+    class StaticLayer:
+        keys = torch.zeros(1, 2, 5, 4)
+
     mask = torch.ones(1, 6)
-    cache = SimpleNamespace(layers=[RoomLayer()])
+    cache = SimpleNamespace(layers=[RoomLayer(), StaticLayer()])
     mark_growing((), {"past_key_values": cache, "attention_mask": mask})
     assert RoomLayer.lengths._dynamo_weak_dynamic_indices == {0, 1}  # type: ignore[attr-defined]
     for room in (RoomLayer.key_room, RoomLayer.value_room):
         assert room._dynamo_weak_dynamic_indices == {2}  # type: ignore[attr-defined]
     assert mask._dynamo_weak_dynamic_indices == {1}  # type: ignore[attr-defined]
+    assert not hasattr(StaticLayer.keys, "_dynamo_weak_dynamic_indices")
+
+
+def test_a_mask_without_a_growing_cache_is_not_marked() -> None:
+    class RoomLayer:
+        lengths = torch.empty(0, 16, 0)
+        key_room = value_room = None
+
+    mask = torch.ones(1, 6)
+    mark_growing((SimpleNamespace(layers=[RoomLayer()]), SimpleNamespace(layers=None)), {})
+    mark_growing((), {"attention_mask": mask})
+    assert not hasattr(mask, "_dynamo_weak_dynamic_indices")
 
 
 def test_all_code_that_dynamo_makes_graphs_of_is_told(model: Pair) -> None:
