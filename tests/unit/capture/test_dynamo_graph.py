@@ -86,21 +86,6 @@ def test_weights_without_bytes_are_enough_to_capture() -> None:
     assert record(graph, args) == expected
 
 
-def test_state_that_is_changed_is_told_from_inputs() -> None:
-    class Cached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("cache", torch.zeros(4, 2))
-
-        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-            self.cache.index_copy_(0, at, x)
-            return self.cache.sum(0)
-
-    ((graph, args),) = by_dynamo(Cached(), (rows(1, 2), torch.tensor([1])))
-    kinds = [b.kind for b in record(graph, args).buffers]
-    assert kinds.count(BufferKind.STATE) == 1 and kinds.count(BufferKind.INPUT) == 2
-
-
 def test_an_input_is_as_large_as_its_storage() -> None:
     """It is on the device as a whole, whatever part of it the call uses."""
     whole = torch.zeros(100)

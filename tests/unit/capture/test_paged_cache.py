@@ -63,16 +63,10 @@ def test_no_other_object_is_opened() -> None:
     assert not hasattr(other.block, SHARES_MEMORY) and not hasattr(ROWS, SHARES_MEMORY)
 
 
-def call_of(num_rows: int, cache: Any = None) -> tuple[Any, Any]:
-    cache = cache or PagedAttentionCache(num_rows)
-    open_paged_caches((cache,), {})
-    ((graph, args),) = by_dynamo(step, (cache, ROWS, AT))
-    return graph, args
-
-
 def test_the_block_is_one_buffer_and_its_bytes_count_once() -> None:
     cache = PagedAttentionCache(16)
-    graph, args = call_of(16, cache)
+    open_paged_caches((cache,), {})
+    ((graph, args),) = by_dynamo(step, (cache, ROWS, AT))
     taskgraph = record(graph, args)
     (state,) = [b for b in taskgraph.buffers if b.kind is BufferKind.STATE]
     assert state.nbytes == 16 * 3 * 4
