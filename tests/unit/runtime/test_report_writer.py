@@ -129,6 +129,13 @@ def test_the_budget_is_the_one_of_the_end(model: torch.nn.Module, tmp_path: Path
     assert load_results(tmp_path).runs[0].budget_bytes == BUDGET + 512
 
 
+def test_without_the_key_nothing_is_recorded(model: torch.nn.Module, exits: Exits) -> None:
+    handle = attach(model, device_budget=BUDGET, device="cpu")
+    run_twice(model)
+    assert handle.observed() == [] and exits == []
+    handle.detach()
+
+
 def test_a_folder_that_cannot_be_written_is_a_warning_when_the_model_is_attached(
     model: torch.nn.Module, exits: Exits, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
