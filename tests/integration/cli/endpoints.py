@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import json
 import queue
@@ -128,6 +129,37 @@ def asked_at_once(served: Any, texts: list[str]) -> dict[str, str]:
     for each in clients:
         each.join()
     return found
+
+
+def held_back(served: Any, text: str, ask_meanwhile: Callable[[], Any]) -> str:
+    """Return the stream of a client that takes nothing before another one has its answer."""
+    body = {"model": served.name, "messages": [{"role": "user", "content": text}], "stream": True}
+    body |= {"max_tokens": 8, "temperature": 0}
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
+    scope |= {"headers": [(b"content-type", b"application/json")], "query_string": b""}
+    given = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    taken: list[bytes] = []
+
+    async def read_late() -> None:
+        reads = asyncio.Event()
+
+        async def receive() -> Any:
+            return given.pop() if given else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            await reads.wait()
+            taken.append(message.get("body", b""))
+
+        stream = asyncio.create_task(served.server.config.app(scope, receive, send))
+        await asyncio.to_thread(ask_meanwhile)
+        assert not stream.done()
+        reads.set()
+        await stream
+
+    asyncio.run(read_late())
+    events = (line[len("data: ") :] for line in b"".join(taken).decode().splitlines() if line)
+    chunks = (json.loads(event) for event in events if event != "[DONE]")
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -23,6 +23,7 @@ from tests.integration.cli.endpoints import (
     asked,
     asked_at_once,
     error_of_the_end,
+    held_back,
     leave_one,
     num_runs,
     plain_answer,
@@ -86,6 +87,13 @@ def test_a_request_without_room_is_refused_with_both_numbers(
         asked(served, "hello")
     handle.replan(budget_bytes=budget)
     assert asked(served, "hello").choices
+
+
+def test_a_client_that_reads_slowly_holds_up_nobody(served: Any) -> None:
+    answers: list[Any] = []
+    text = held_back(served, "hello", lambda: answers.append(asked(served, "one two three")))
+    assert text == plain_answer(served, "hello")
+    assert answers[0].choices[0].message.content == plain_answer(served, "one two three")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,6 +20,7 @@ from tests.integration.cli.endpoints import (
     asked_at_once,
     client_of,
     error_of_the_end,
+    held_back,
     leave_one,
     num_runs,
     plain_answer,
@@ -68,6 +69,13 @@ def test_a_generation_ends_with_the_longest_context(shared: Any) -> None:
             model=shared.name, prompt="hello", temperature=0, max_tokens=10_000
         )
     assert found.usage.total_tokens <= POSITIONS + 1
+
+
+def test_a_client_that_reads_slowly_holds_up_nobody(shared: Any) -> None:
+    answers: list[Any] = []
+    text = held_back(shared, "hello", lambda: answers.append(asked(shared, "one two three")))
+    assert text == plain_answer(shared, "hello")
+    assert answers[0].choices[0].message.content == plain_answer(shared, "one two three")
 
 
 @pytest.mark.parametrize("stream", [False, True])
