@@ -13,14 +13,14 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from ds_finepage.execution.device import Accelerator, device_of
-from ds_finepage.execution.disk_lane import CHECK, Handovers
 from ds_finepage.execution.program import Program, Step
 from ds_finepage.graph.memgraph import Lane
 
@@ -33,6 +33,78 @@ DELAYED_SHARE = 0.1
 
 SMALL_TRANSFER_BYTES = 1 << 20
 """A smaller copy takes less time than passing it to another thread."""
+
+
+Work = Callable[[list[BaseException]], None]
+"""What a thread does in a pass. It ends where the list has an error, of whichever thread."""
+
+
+class _Threads:
+    """The caller's thread, and one for each lane beside it, pass after pass."""
+
+    def __init__(self) -> None:
+        """Start no thread yet."""
+        self._pools: dict[tuple[int, Lane], ThreadPoolExecutor] = {}
+
+    def run(self, works: Mapping[Lane, Work], flags: Collection[threading.Event]) -> None:
+        """Run the work of each lane, that of the compute lane on the caller's thread.
+
+        Args:
+            works: What to run.
+            flags: What the works wait for. After an error all are raised, so that every work ends.
+
+        Raises:
+            BaseException: The first error of a work, or Ctrl-C; all threads are idle by then.
+        """
+        errors: list[BaseException] = []
+
+        def wake_all() -> None:
+            for flag in flags:
+                flag.set()
+
+        def guarded(work: Work) -> None:
+            try:
+                with torch.no_grad():
+                    work(errors)
+            except BaseException as error:
+                errors.append(error)
+                wake_all()
+
+        busy: list[Future[None]] = []
+        try:
+            for lane, work in works.items():
+                if lane is not Lane.COMPUTE:
+                    busy.append(self._thread(lane).submit(guarded, work))
+            guarded(works[Lane.COMPUTE])
+            if not errors:
+                wait(busy)
+        except BaseException as error:  # Ctrl-C, outside of any step
+            errors.insert(0, error)
+            wake_all()
+        if errors:
+            _wait_through_interrupts(busy)
+            raise errors[0]
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._pools.values():
+            thread.shutdown()
+        self._pools = {}
+
+    def _thread(self, lane: Lane) -> ThreadPoolExecutor:
+        key = os.getpid(), lane  # a process that was forked has no thread but the caller's
+        if key not in self._pools:
+            self._pools[key] = ThreadPoolExecutor(1, f"finepage-{lane.value}")
+        return self._pools[key]
+
+
+def _wait_through_interrupts(busy: list[Future[None]]) -> None:
+    """Wait for lanes even if Ctrl-C is pressed again; their steps end by themselves."""
+    while not all(future.done() for future in busy):
+        try:
+            wait(busy)
+        except KeyboardInterrupt:
+            continue
 
 
 class CpuLanes:
@@ -50,7 +122,7 @@ class CpuLanes:
         """
         self._random = None if delay_seed is None else random.Random(delay_seed)
         self._max_delay_us = max_delay_us
-        self._threads: dict[tuple[int, Lane], ThreadPoolExecutor] = {}
+        self._threads = _Threads()
 
     def follow(self) -> None:
         """Do nothing: the last pass is over."""
@@ -67,77 +139,31 @@ class CpuLanes:
                     actions[step.node.id]()
             return
         done = {(s.lane, s.position): threading.Event() for s in program.merged if s.signals}
-        errors: list[BaseException] = []  # where there is one, every lane stops
         num_threads = torch.get_num_threads()
 
-        def wake_all() -> None:
-            for event in done.values():
-                event.set()
+        def run_lane(steps: tuple[Step, ...], errors: list[BaseException]) -> None:
+            if torch.get_num_threads() != num_threads:  # each thread has its own setting
+                torch.set_num_threads(num_threads)
+            for step in steps:
+                for before in step.waits:
+                    done[before].wait()
+                if self._random is not None:
+                    if delay_us := _delay_us(self._random, self._max_delay_us):
+                        time.sleep(delay_us * 1e-6)
+                if errors:
+                    return
+                actions[step.node.id]()
+                if step.signals:
+                    done[step.lane, step.position].set()
 
-        def run_lane(steps: tuple[Step, ...]) -> None:
-            try:
-                if torch.get_num_threads() != num_threads:  # each thread has its own setting
-                    torch.set_num_threads(num_threads)
-                with torch.no_grad():
-                    self._run_steps(steps, actions, done, errors)
-            except BaseException as error:
-                errors.append(error)
-                wake_all()
-
-        busy: list[Future[None]] = []
-        try:
-            for lane, steps in program.lanes.items():
-                if steps and lane is not Lane.COMPUTE:
-                    busy.append(self._thread(lane).submit(run_lane, steps))
-            run_lane(program.lanes[Lane.COMPUTE])
-            if not errors:
-                wait(busy)
-        except BaseException as error:  # Ctrl-C, outside of any step
-            errors.insert(0, error)
-            wake_all()
-        if errors:
-            _wait_through_interrupts(busy)
-            raise errors[0]
+        own = {Lane.COMPUTE: program.lanes[Lane.COMPUTE]}
+        lanes = own | {lane: steps for lane, steps in program.lanes.items() if steps}
+        works = {lane: partial(run_lane, steps) for lane, steps in lanes.items()}
+        self._threads.run(works, done.values())
 
     def close(self) -> None:
         """End the threads."""
-        for thread in self._threads.values():
-            thread.shutdown()
-        self._threads = {}
-
-    def _thread(self, lane: Lane) -> ThreadPoolExecutor:
-        key = os.getpid(), lane  # a process that was forked has no thread but the caller's
-        if key not in self._threads:
-            self._threads[key] = ThreadPoolExecutor(1, f"finepage-{lane.value}")
-        return self._threads[key]
-
-    def _run_steps(
-        self,
-        steps: tuple[Step, ...],
-        actions: dict[int, Action],
-        done: dict[tuple[Lane, int], threading.Event],
-        errors: list[BaseException],
-    ) -> None:
-        for step in steps:
-            for before in step.waits:
-                done[before].wait()
-            if self._random is not None:
-                if delay_us := _delay_us(self._random, self._max_delay_us):
-                    time.sleep(delay_us * 1e-6)
-            if errors:
-                return
-            actions[step.node.id]()
-            if step.signals:
-                done[step.lane, step.position].set()
-
-
-def _wait_through_interrupts(busy: list[Future[None]]) -> None:
-    """Wait for lanes even if Ctrl-C is pressed again; their steps end by themselves."""
-    while not all(future.done() for future in busy):
-        try:
-            wait(busy)
-        except KeyboardInterrupt:
-            continue
+        self._threads.close()
 
 
 class StreamLanes:
@@ -146,9 +172,13 @@ class StreamLanes:
     ``_h2d`` overlaps reloads with compute, ``_d2h`` overlaps offloads with both, and ``_ranks``
     overlaps collects with all of them. All waits are event waits on the device. On every lane a
     pass begins after the end of the pass before. At its end the caller's stream waits for the
-    transfer lanes, so no other stream uses a tensor that the caller frees. The disk lane has a
-    thread: see ``disk_lane``. A task that the host computes waits on its stream for its
-    activations, and runs on the caller's thread while the other streams go on.
+    transfer lanes, so no other stream uses a tensor that the caller frees.
+
+    A read holds the host until the disk has answered, so the steps of the disk lane are enqueued on
+    a thread of their own. A stream can wait for an event only once that is recorded. So a step that
+    waits for one of the other thread is behind a flag, which that thread raises behind the record.
+    A task that the host computes waits on its stream for its activations, and runs on the caller's
+    thread while the other streams go on.
     """
 
     def __init__(
@@ -166,7 +196,7 @@ class StreamLanes:
         self._h2d, self._d2h, self._ranks, self._disk, self._host = (
             device.new_stream() for _ in range(5)
         )
-        self._disk_thread: tuple[int, ThreadPoolExecutor] | None = None  # of a process
+        self._threads = _Threads()
         self._order: weakref.WeakKeyDictionary[Program, _Order] = weakref.WeakKeyDictionary()
         # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
         self._begin, self._end = device.new_event(), device.new_event()
@@ -181,7 +211,9 @@ class StreamLanes:
 
     def follow(self) -> None:
         """Let the caller's current stream wait for the last pass, wherever that was enqueued."""
-        self._follow(self._device.current_stream())
+        stream = self._device.current_stream()
+        if self._has_run:
+            stream.wait_event(self._end)
 
     def run(self, program: Program, actions: dict[int, Action]) -> None:
         """Enqueue a pass; the host does not wait for it.
@@ -199,13 +231,8 @@ class StreamLanes:
         """Forget streams and events."""
         self._device.synchronize()
         self._order.clear()
-        if self._disk_thread is not None:
-            self._disk_thread[1].shutdown()
-        self._disk_thread, self._has_run = None, False
-
-    def _follow(self, stream: torch.Stream) -> None:
-        if self._has_run:
-            stream.wait_event(self._end)
+        self._threads.close()
+        self._has_run = False
 
     def _enqueue(self, program: Program, actions: dict[int, Action]) -> None:
         order = self._order.get(program)
@@ -214,69 +241,55 @@ class StreamLanes:
             streams |= {Lane.DISK: self._disk, Lane.HOST: self._host}
             # A lane without steps need not be woken.
             streams = {lane: stream for lane, stream in streams.items() if program.lanes[lane]}
-            stretches, reads = _stretches(program, streams, self._device.new_event)
-            self._order[program] = order = (list(streams.values()), stretches, reads)
-        others, stretches, reads = order
+            self._order[program] = order = _ordered(program, streams, self._device.new_event)
+        others, threads, flags = order
         compute = self._device.current_stream()
-        self._follow(compute)
+        self.follow()
         compute.record_event(self._begin)
         for stream in others:
             stream.wait_event(self._begin)
-        if reads is None:
-            self._enqueue_stretches(compute, stretches, actions)
+        works = {
+            thread: partial(self._enqueue_stretches, compute, stretches, actions)
+            for thread, stretches in threads.items()
+        }
+        if len(works) == 1:
+            works[Lane.COMPUTE]([])
         else:
-            self._enqueue_beside(reads, compute, stretches, actions)
+            for flag in flags:
+                flag.clear()
+            self._threads.run(works, flags)
         for stream in others:
             compute.wait_stream(stream)
         compute.record_event(self._end)
         self._has_run = True
 
     def _enqueue_stretches(
-        self, compute: torch.Stream, stretches: list[_Stretch], actions: dict[int, Action]
-    ) -> None:
-        for own, steps in stretches:
-            if own is None:
-                self._enqueue_steps(compute, steps, actions)
-            else:
-                with own:
-                    self._enqueue_steps(own, steps, actions)
-
-    def _enqueue_beside(
         self,
-        reads: _Reads,
         compute: torch.Stream,
         stretches: list[_Stretch],
         actions: dict[int, Action],
+        errors: list[BaseException],
     ) -> None:
-        """Enqueue the disk lane on a thread of its own, and the others meanwhile."""
-        steps, handovers = reads
-        actions = {**actions, **handovers.actions}
-        handovers.begin()
-
-        def read() -> None:
-            try:
-                with torch.no_grad(), self._disk:
-                    self._enqueue_steps(self._disk, steps, actions)
-            except BaseException as error:
-                handovers.stop(error)
-
-        if self._disk_thread is None or self._disk_thread[0] != os.getpid():
-            self._disk_thread = os.getpid(), ThreadPoolExecutor(1, f"finepage-{Lane.DISK.value}")
-        busy = self._disk_thread[1].submit(read)
-        try:
-            self._enqueue_stretches(compute, stretches, actions)
-        except BaseException as error:
-            handovers.stop(error)
-            raise
-        finally:
-            _wait_through_interrupts([busy])
-        handovers.check()
+        for own, steps in stretches:
+            if own is None:
+                self._enqueue_steps(compute, steps, actions, errors)
+            else:
+                with own:
+                    self._enqueue_steps(own, steps, actions, errors)
 
     def _enqueue_steps(
-        self, stream: torch.Stream, steps: list[_Enqueued], actions: dict[int, Action]
+        self,
+        stream: torch.Stream,
+        steps: list[_Enqueued],
+        actions: dict[int, Action],
+        errors: list[BaseException],
     ) -> None:
         delayed = self._random
-        for waits, node, event in steps:
+        for flags, waits, node, event, flag in steps:
+            for other in flags:
+                other.wait()
+            if errors:
+                return
             for before in waits:
                 stream.wait_event(before)
             if delayed is not None:
@@ -284,55 +297,57 @@ class StreamLanes:
             actions[node]()
             if event is not None:
                 stream.record_event(event)
+            if flag is not None:
+                flag.set()
 
 
-_Enqueued = tuple[tuple[torch.Event, ...], int, torch.Event | None]
-"""The events that a step waits for, its node, and the event that it signals."""
+_Enqueued = tuple[
+    tuple[threading.Event, ...],
+    tuple[torch.Event, ...],
+    int,
+    torch.Event | None,
+    threading.Event | None,
+]
+"""The flags and the events that a step waits for, its node, and the event and the flag that it
+signals."""
 
 _Stretch = tuple[torch.Stream | None, list[_Enqueued]]
 """Steps of one lane that are enqueued one after another; None is the caller's stream."""
 
-_Reads = tuple[list[_Enqueued], Handovers]
-"""The steps of the disk lane, and the flags between its thread and the caller's."""
-
-_Order = tuple[list[torch.Stream], list[_Stretch], _Reads | None]
-"""The streams of transfers that a program uses, its steps, and those of the disk lane."""
+_Order = tuple[list[torch.Stream], dict[Lane, list[_Stretch]], list[threading.Event]]
+"""The streams of transfers that a program uses, what each thread enqueues, and their flags."""
 
 
-def _stretches(
+def _ordered(
     program: Program, streams: dict[Lane, torch.Stream], new_event: Callable[[], torch.Event]
-) -> tuple[list[_Stretch], _Reads | None]:
-    """Give events to the steps of a program, once, so that a pass looks nothing up."""
+) -> _Order:
+    """Give events and flags to the steps of a program, once, so that a pass looks nothing up."""
     signalled: dict[tuple[Lane, int], torch.Event] = {}
-    stretches: list[_Stretch] = []
-    reads: list[_Enqueued] = []
-    handovers = Handovers()
-    over = {  # steps that the other thread waits for
-        before
+    threads: dict[Lane, list[_Stretch]] = {Lane.COMPUTE: []}
+    last: dict[Lane, Lane] = {}  # of each thread
+    flags = {
+        before: threading.Event()
         for step in program.merged
         for before in step.waits
-        if (before[0] is Lane.DISK) != (step.lane is Lane.DISK)
+        if _thread_of(before[0]) is not _thread_of(step.lane)
     }
-    last: Lane | None = None
     for step in program.merged:
+        thread, own = _thread_of(step.lane), (step.lane, step.position)
+        stretches = threads.setdefault(thread, [])
+        if last.get(thread) is not step.lane:
+            last[thread] = step.lane
+            stretches.append((streams.get(step.lane), []))
         event = new_event() if step.signals else None
         if event is not None:
-            signalled[step.lane, step.position] = event
-        if step.lane is not last and step.lane is not Lane.DISK:
-            last = step.lane
-            stretches.append((streams.get(last), []))
-        is_read = step.lane is Lane.DISK
-        steps = reads if is_read else stretches[-1][1]
+            signalled[own] = event
+        others = tuple(flags[b] for b in step.waits if _thread_of(b[0]) is not thread)
         waits = tuple(signalled[before] for before in step.waits)
-        for before in step.waits:
-            if (before[0] is Lane.DISK) != is_read:
-                steps.append(((), handovers.waited(before), None))
-        if is_read:
-            steps.append(((), CHECK, None))
-        steps.append((waits, step.node.id, event))
-        if (step.lane, step.position) in over:
-            steps.append(((), handovers.raised((step.lane, step.position)), None))
-    return stretches, (reads, handovers) if reads else None
+        stretches[-1][1].append((others, waits, step.node.id, event, flags.get(own)))
+    return list(streams.values()), threads, list(flags.values())
+
+
+def _thread_of(lane: Lane) -> Lane:
+    return Lane.DISK if lane is Lane.DISK else Lane.COMPUTE
 
 
 def _delay_us(draw: random.Random, max_delay_us: int) -> float:

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
+import pytest
+
+from ds_finepage.execution import lanes as lanes_module
 from ds_finepage.execution.lanes import CpuLanes
 from ds_finepage.execution.program import LANES, Program, Step
 from ds_finepage.graph.memgraph import Lane, Node, NodeKind
@@ -45,6 +49,17 @@ class Gate:
 def logging_actions(program: Program) -> tuple[dict[int, Callable[[], None]], list[int]]:
     log: list[int] = []
     return {s.node.id: lambda i=s.node.id: log.append(i) for s in program.merged}, log  # type: ignore[misc]
+
+
+def open_when_run_winds_up(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    """Open a gate once a run has seen an error and waits for its lanes."""
+    wait = lanes_module._wait_through_interrupts
+
+    def wind_up(busy: list[Future[None]]) -> None:
+        gate.open()
+        wait(busy)
+
+    monkeypatch.setattr(lanes_module, "_wait_through_interrupts", wind_up)
 
 
 def fail(error: BaseException) -> Callable[[], None]:

@@ -14,11 +14,16 @@ import torch
 
 from ds_finepage.execution import lanes as lanes_module
 from ds_finepage.execution.device import Accelerator
-from ds_finepage.execution.disk_lane import Handovers
 from ds_finepage.execution.lanes import CpuLanes, StreamLanes, make_lanes
 from ds_finepage.execution.program import LANES, Step
 from ds_finepage.graph.memgraph import Lane
-from tests.unit.execution.lane_programs import Gate, fail, logging_actions, program_of
+from tests.unit.execution.lane_programs import (
+    Gate,
+    fail,
+    logging_actions,
+    open_when_run_winds_up,
+    program_of,
+)
 
 pytestmark = pytest.mark.usefixtures("every_transfer_is_large")
 
@@ -424,13 +429,8 @@ def test_an_error_on_either_side_ends_both(failing: int) -> None:
 def test_after_an_error_no_other_read_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes, program = StreamLanes(PaperAccelerator()), program_of("disk r1", "disk r2", "compute t")
     actions, log = logging_actions(program)
-    gate, stop = Gate(), Handovers.stop
-
-    def stopped(handovers: Handovers, error: BaseException) -> None:
-        stop(handovers, error)
-        gate.open()
-
-    monkeypatch.setattr(Handovers, "stop", stopped)
+    gate = Gate()
+    open_when_run_winds_up(monkeypatch, gate)
     actions[0], actions[2] = gate.wait, fail(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         lanes.run(program, actions)

@@ -16,6 +16,7 @@ from tests.unit.execution.lane_programs import (
     assert_reusable,
     fail,
     logging_actions,
+    open_when_run_winds_up,
     program_of,
 )
 
@@ -38,17 +39,6 @@ def test_an_error_in_any_lane_is_raised_and_the_lanes_stay_usable(
     assert caught.value is error
     assert log == []
     assert_reusable(lanes)
-
-
-def open_when_run_winds_up(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    """Open a gate once a run has seen an error and waits for its lanes."""
-    wait = lanes_module._wait_through_interrupts
-
-    def wind_up(busy: list[Future[None]]) -> None:
-        gate.open()
-        wait(busy)
-
-    monkeypatch.setattr(lanes_module, "_wait_through_interrupts", wind_up)
 
 
 @pytest.mark.parametrize("of_copy", [[], [OSError("copy failed")]], ids=["right", "failed"])
