@@ -24,13 +24,7 @@ import torch
 
 from ds_finepage._compat.torch import _construct_storage_from_data_pointer
 from ds_finepage.errors import ConfigError, FinepageError, StoreError
-from ds_finepage.execution.host_memory import (
-    LEAST_BYTES,
-    InPlace,
-    Registration,
-    host_memory,
-    new_pages,
-)
+from ds_finepage.execution.host_memory import LEAST_BYTES, Registration, host_memory, new_pages
 from ds_finepage.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -44,7 +38,7 @@ ALLOCATOR_SLACK_BYTES = 64 << 20
 READ_PINNED_MEMORY = ("cuda", "xpu")  # ROCm calls itself cuda
 """Devices that read and write pinned host memory at its own address."""
 
-_in_place: WeakValueDictionary[tuple[int, int], InPlace] = WeakValueDictionary()
+_in_place: WeakValueDictionary[tuple[int, int], Registration] = WeakValueDictionary()
 """Address and size -> host memory that is pinned in place."""
 
 
@@ -138,13 +132,6 @@ class Device:
 
         Raises:
             StoreError: The device cannot address memory that is not pinned.
-        """
-        return host
-
-    def form(self, host: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the device in the place of host memory, which must not be read.
-
-        It is 1-d uint8.
         """
         return host
 
@@ -335,13 +322,14 @@ class Accelerator(Device):
             made = torch.empty(0, dtype=torch.uint8, device=self.where)
             return made.set_(storage, 0, (host.numel(),), (1,))
 
-    def _registered(self, host: torch.Tensor) -> InPlace:
+    def _registered(self, host: torch.Tensor) -> Registration:
         if self._runtime is None:
             raise StoreError(
                 f"{host.numel()} bytes of host memory are not pinned, and {self.where.type} cannot "
                 "pin them in place. Load the model into pinned memory."
             )
-        found = _in_place[host.data_ptr(), host.numel()] = InPlace(self._runtime, host)
+        found = _in_place[host.data_ptr(), host.numel()] = Registration(self._runtime, host)
+        found.memory = host
         return found
 
 

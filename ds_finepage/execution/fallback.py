@@ -233,10 +233,6 @@ def ignore_call(*args: Any) -> None:
     """Do nothing: a hook of ours becomes this in a copy of its module."""
 
 
-def _ignoring() -> Callable[..., None]:
-    return ignore_call
-
-
 class _OwnHook:
     """A hook on a module's own parameters. A copy of the module does not get it.
 
@@ -248,7 +244,7 @@ class _OwnHook:
         self._number = number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ignoring, ()
+        return partial, (ignore_call,)
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -58,9 +58,11 @@ class Registration:
 
     Attributes:
         total_bytes: Bytes of all registrations, in whole pages.
+        memory: The memory, where it has another owner; it lives as long as this object.
     """
 
     total_bytes: ClassVar[int] = 0
+    memory: torch.Tensor | None = None
     _process: int | None = None
 
     def __init__(self, runtime: Any, memory: torch.Tensor) -> None:
@@ -91,15 +93,6 @@ class Registration:
                 torch.accelerator.synchronize()  # copies may be on their way
             self._runtime.cudaHostUnregister(self._address)
             Registration.total_bytes -= self._nbytes
-
-
-class InPlace(Registration):
-    """A registration of memory that others have allocated; it keeps the memory."""
-
-    def __init__(self, runtime: Any, memory: torch.Tensor) -> None:
-        """Pin memory where it is; see :class:`Registration`."""
-        super().__init__(runtime, memory)
-        self._memory = memory
 
 
 class Pages(mmap.mmap):

@@ -21,7 +21,7 @@ from ds_finepage.capture.models import load_model_config
 from ds_finepage.errors import StoreError
 from ds_finepage.execution import host_memory
 from ds_finepage.execution.device import Accelerator, device_of
-from ds_finepage.execution.host_memory import LEAST_BYTES, InPlace, Registration, new_pages
+from ds_finepage.execution.host_memory import LEAST_BYTES, Registration, new_pages
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
 
@@ -69,15 +69,16 @@ def test_pages_are_registered_while_any_tensor_has_them(driver: Driver) -> None:
     assert not driver.registered and Registration.total_bytes == 0
 
 
+@pytest.mark.usefixtures("card")
 def test_memory_of_others_is_registered_in_place_and_kept(driver: Driver) -> None:
     memory = torch.zeros(100, dtype=torch.uint8)
     address = memory.data_ptr()
-    found, is_there = InPlace(driver, memory), weakref.ref(memory)
+    shown, is_there = Accelerator(torch.device("cpu")).show(memory), weakref.ref(memory)
     del memory
     gc.collect()
     assert is_there() is not None
     assert driver.registered == {address: 100} and Registration.total_bytes == PAGE
-    del found  # the driver reads what it unregisters
+    del shown  # the driver reads what it unregisters
     assert not driver.registered and Registration.total_bytes == 0
 
 
