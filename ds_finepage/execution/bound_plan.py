@@ -19,14 +19,13 @@ from ds_finepage.execution.reload_sources import (
     ReadSlices,
     ReloadSources,
     RoutedReload,
-    RouteRead,
     copy_master,
 )
 from ds_finepage.execution.replay import can_be_recorded
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph, Node, NodeKind
 from ds_finepage.graph.packed import PACKED_GROUPED
 from ds_finepage.graph.routes import Route, groups_of
-from ds_finepage.graph.taskgraph import BufferKind, Task, TensorView
+from ds_finepage.graph.taskgraph import BufferKind, Task
 from ds_finepage.packing.op import grouped_into, packed_grouped_linear
 
 
@@ -45,8 +44,8 @@ class BoundPlan:
         patches: Places in bound tasks that take a tensor of the call for one pass.
         recordable: The nodes of tasks that enqueue the same work in each pass.
         routed: The routed reloads.
-        route_reads: The reads that they and products wait for, by tensor and the task that makes
-            it.
+        route_values: What they and products have read in this pass, by tensor and the task that
+            makes it.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class BoundPlan:
         offloads = [n for n in memgraph.nodes if n.kind is NodeKind.OFFLOAD]
         self._first_offloads = {n.buffer: n.id for n in reversed(offloads)}
         self.routed: list[RoutedReload] = []
-        self.route_reads: dict[tuple[int, int], RouteRead] = {}
+        self.route_values: dict[tuple[int, int], list[int]] = {}
         bound = ((node.id, self._bind(node)) for node in memgraph.nodes)
         self.actions: dict[int, Action] = {id: action for id, action in bound if action is not None}
         self.tensors.want(p.tensor for p in self.patches if p.tensor is not None)
@@ -119,14 +118,7 @@ class BoundPlan:
         extents = self.memgraph.placements[node.id]
 
         def tensor(index: int) -> torch.Tensor | None:
-            view = self._graph.tensors[index]
-            if self.sizes.varies(index):
-                return None
-            if view.buffer in extents:
-                return self.arena.view(view, extents[view.buffer])
-            if view.buffer in self.tensors.constants:
-                return self.tensors.constant(index)
-            return self.master(view)
+            return None if self.sizes.varies(index) else self.tensor(index, extents)
 
         patches: list[Patch] = []
         task = self._graph.tasks[node.task]
@@ -142,12 +134,22 @@ class BoundPlan:
             return partial(bound.call, *bound.args, **bound.kwargs)
         return lambda: bound.call(*bound.args, **bound.kwargs)
 
-    def master(self, view: TensorView) -> torch.Tensor | None:
-        """Return a tensor of a weight that the host reads in place; None for any other."""
+    def tensor(self, index: int, extents: Mapping[int, Extent]) -> torch.Tensor | None:
+        """Return a tensor of the graph in the sizes of the current call; None for the caller's.
+
+        Args:
+            index: The tensor.
+            extents: Where the buffers of its task lie.
+        """
+        view = self.sizes.view(index)
+        if view.buffer in extents:
+            return self.arena.view(view, extents[view.buffer])
+        if view.buffer in self.tensors.constants:
+            return self.tensors.constant(index)
         buffer = self._graph.buffers[view.buffer]
         if buffer.kind is not BufferKind.MASTER:
             return None
-        found = self.sources.of_weight(buffer)
+        found = self.sources.of_weight(buffer)  # the host reads it in place
         return view_of(found, view, int(found.storage_offset()))
 
     def _share_ends(self, task: Task, bound: BoundTask, extents: Mapping[int, Extent]) -> None:
@@ -162,16 +164,21 @@ class BoundPlan:
         buffer = self._graph.tensors[groups.ends].buffer
         changes = (t for t in self._graph.tasks[: task.index] if buffer in (*t.writes, *t.touches))
         source = max((t.index for t in changes), default=-1)
-        read = self._read_of(groups.ends, source, extents[buffer])
-        bound.call, bound.waits = partial(grouped_into, read_ends=read.values), True
+        read = partial(self._values, groups.ends, source, extents[buffer])
+        bound.call, bound.waits = partial(grouped_into, read_ends=read), True
 
-    def _read_of(self, tensor: int, source: int, extent: Extent) -> RouteRead:
-        """Return the one read of a tensor that a task has made."""
+    def _values(self, tensor: int, source: int, extent: Extent) -> list[int]:
+        """Read the numbers in a tensor that a task has made, such as a router's choice.
 
-        def named() -> torch.Tensor:
-            return self.arena.view(self.sizes.view(tensor), extent)
-
-        return self.route_reads.setdefault((tensor, source), RouteRead(named))
+        On an accelerator the host waits here, because it must know the choice before it can issue a
+        copy, or which rows each expert has. It reads once a pass: a second read, for another weight
+        of the layer, would be behind the copies of the first. The planner weighs the wait against
+        the bytes that it saves.
+        """
+        if (tensor, source) not in self.route_values:
+            made = self.arena.view(self.sizes.view(tensor), extent)
+            self.route_values[tensor, source] = made.flatten().tolist()
+        return self.route_values[tensor, source]
 
     def _place(self, patch: Patch, extents: Mapping[int, Extent]) -> None:
         """Decide who fills a place: the sizes of a call, or its tensors."""
@@ -264,5 +271,5 @@ class BoundPlan:
         view = self._graph.tensors[route.tensor]
         (node,) = (n.id for n in self.memgraph.nodes if n.task == route.task)
         extent = self.memgraph.placements[node][view.buffer]
-        read = self._read_of(route.tensor, route.source, extent)
+        read = partial(self._values, route.tensor, route.source, extent)
         return RoutedReload(route, on_device, source, read)

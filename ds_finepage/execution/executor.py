@@ -158,8 +158,7 @@ class Executor:
         elif self._replayed is not None and not self._hooks and self.recorder is None:
             program, actions = self._replayed  # else something runs between two tasks
         tensors = bound.tensors.of_call(args)
-        for read in bound.route_reads.values():
-            read.forget()
+        bound.route_values.clear()
         self._lanes.follow()  # it may still read the rows that are filled now
         bound.sources.fill(args, in_place)
         for patch in bound.patches:
@@ -261,13 +260,8 @@ class Executor:
         extents = self.memgraph.placements[node.id]
 
         def tensor(index: int) -> torch.Tensor:
-            view = self._bound.sizes.view(index)
-            if view.buffer in extents:
-                return self._bound.arena.view(view, extents[view.buffer])
-            if index in tensors:
-                return tensors[index]
-            master = self._bound.master(view)
-            return self._bound.tensors.constant(index) if master is None else master
+            found = self._bound.tensor(index, extents)
+            return tensors[index] if found is None else found
 
         def hooked() -> None:
             operands = tuple(tensor(ref.tensor) for ref in refs((task.args, task.kwargs)))

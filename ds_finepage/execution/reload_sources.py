@@ -156,30 +156,6 @@ class ReloadSources:
             source.clear()
 
 
-class RouteRead:
-    """Reads a router's choice from the device, once a pass.
-
-    On an accelerator the host waits here, because it must know the choice before it can issue a
-    copy, or which rows each expert has. A second read, for another weight of the layer, would be
-    behind the copies of the first. The planner weighs the wait against the bytes that it saves.
-    """
-
-    def __init__(self, tensor: Callable[[], torch.Tensor]) -> None:
-        """Bind a read; ``tensor`` returns the tensor of this call that names the slices."""
-        self._tensor = tensor
-        self._values: list[int] | None = None
-
-    def values(self) -> list[int]:
-        """List the numbers in the tensor."""
-        if self._values is None:
-            self._values = self._tensor().flatten().tolist()
-        return self._values
-
-    def forget(self) -> None:
-        """Forget the choice of the last pass."""
-        self._values = None
-
-
 ReadSlices = Callable[[int, int, torch.Tensor], None]
 """Reads slices of a weight, from one to another, from a file into a tensor of the device."""
 
@@ -196,9 +172,9 @@ class RoutedReload:
         route: Route,
         on_device: torch.Tensor,
         source: torch.Tensor | ReadSlices,
-        read: RouteRead,
+        read: Callable[[], list[int]],
     ) -> None:
-        """Bind a reload.
+        """Bind a reload; ``read`` returns the numbers of the tensor that names the slices.
 
         Both are 1-d uint8 of the same length; or the master is 2-d, one row a slice, with gaps; or
         the source reads a file.
@@ -213,7 +189,7 @@ class RoutedReload:
 
     def __call__(self) -> None:
         """Copy the used slices, each run of adjacent ones at once where the master has no gaps."""
-        values, num_slices = self._read.values(), self._route.num_slices
+        values, num_slices = self._read(), self._route.num_slices
         if self._route.is_ends:
             used = [g for g, (begin, end) in enumerate(pairwise([0, *values])) if end > begin]
         else:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ds_finepage.config import DebugConfig
+from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.probe import probe
-from ds_finepage.execution.reload_sources import ReloadSources, RouteRead
+from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.profiles import require_usable
 from ds_finepage.integrations.transformers.host_cache import HostLayer
@@ -53,7 +54,7 @@ class Steps:
 
 KNOWN = {
     "gather_rows": ReloadSources.gather_rows.__code__,
-    "routed": RouteRead.values.__code__,
+    "routed": BoundPlan._values.__code__,
     "settle": HostLayer.settle.__code__,
 }
 

@@ -16,7 +16,7 @@ from ds_finepage.execution.arena import HostPool, byte_view
 from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.executor import Executor, OpHook
 from ds_finepage.execution.program import lower
-from ds_finepage.execution.reload_sources import ReloadSources, RouteRead
+from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import GraphOutput, Task
 from ds_finepage.planning.liveness import min_arena_bytes
@@ -71,11 +71,10 @@ def test_the_callers_stream_follows_the_last_pass_before_rows_are_filled(
 
 def test_a_pass_forgets_the_routes_of_the_last_one(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
-    made, read = rig(graph, weights), RouteRead(lambda: torch.ones(1))
-    made.executor._bound.route_reads[0, 0] = read
-    assert read.values() == [1]
+    made = rig(graph, weights)
+    made.executor._bound.route_values[0, 0] = [1]
     made(torch.randn(N, N))
-    assert read._values is None
+    assert made.executor._bound.route_values == {}
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_finepage.execution.reload_sources import RoutedReload, RouteRead
+from ds_finepage.execution.reload_sources import RoutedReload
+from ds_finepage.graph.memgraph import Extent
 from ds_finepage.graph.routes import Route
+from tests.unit.execution.rig import N, Rig, deep
 
 NUM_SLICES, SLICE_BYTES = 6, 10
 
@@ -30,7 +32,7 @@ def test_the_used_slices_are_copied(is_ends: bool, told: Any, used: set[int]) ->
     route = Route(0, 1, 2, 0, is_ends, NUM_SLICES, 4)
     master = torch.arange(1, NUM_SLICES * SLICE_BYTES + 1, dtype=torch.uint8)
     extent = torch.zeros_like(master)
-    reload = RoutedReload(route, extent, master, RouteRead(lambda: torch.tensor(told)))
+    reload = RoutedReload(route, extent, master, lambda: torch.tensor(told).flatten().tolist())
     reload()
     for number in range(NUM_SLICES):
         part = slice(number * SLICE_BYTES, (number + 1) * SLICE_BYTES)
@@ -40,21 +42,11 @@ def test_the_used_slices_are_copied(is_ends: bool, told: Any, used: set[int]) ->
 
 
 def test_two_weights_of_a_layer_read_the_choice_once_a_pass() -> None:
-    told, num_reads = [1], 0
-
-    def tensor() -> torch.Tensor:
-        nonlocal num_reads
-        num_reads += 1
-        return torch.tensor(told)
-
-    route, read = Route(0, 1, 2, 0, False, NUM_SLICES, 4), RouteRead(tensor)
-    master = torch.arange(1, NUM_SLICES * SLICE_BYTES + 1, dtype=torch.uint8)
-    extents = [torch.zeros_like(master) for _ in range(2)]
-    reloads = [RoutedReload(route, extent, master, read) for extent in extents]
-    for num_passes, told in enumerate(([1], [4]), start=1):
-        read.forget()
-        for reload in reloads:
-            reload()
-        assert num_reads == num_passes
-        part = slice(told[0] * SLICE_BYTES, (told[0] + 1) * SLICE_BYTES)
-        assert all(torch.equal(extent[part], master[part]) for extent in extents)
+    rig = Rig(*deep())
+    bound, arena = rig.executor._bound, rig.arena.bytes.view(torch.float32)
+    for number in (1, 4):
+        arena.fill_(number)
+        bound.route_values.clear()
+        for _ in range(2):
+            assert bound._values(0, 0, Extent(0, N * N * 4)) == [number] * N * N
+            arena.fill_(7)
