@@ -121,12 +121,16 @@ class OpMeter:
 
     def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
         """Tell whether every op of a graph has been measured, except those without room."""
-        return all(
-            signature in self._costs
-            or task.index in graph.host_tasks
-            or not _fits(graph, task, room_bytes)
+        return not self._unknown(graph, room_bytes)
+
+    def _unknown(self, graph: TaskGraph, room_bytes: int | None) -> dict[Any, Task]:
+        return {
+            signature: task
             for signature, task in zip(_signatures(graph), graph.tasks, strict=True)
-        )
+            if signature not in self._costs
+            and task.index not in graph.host_tasks
+            and _fits(graph, task, room_bytes)
+        }
 
     def in_place(self, graph: TaskGraph) -> frozenset[int]:
         """Return the tasks that may write into their extents; see [Note: the form of an op]."""
@@ -144,30 +148,14 @@ class OpMeter:
         Raises:
             CaptureError: An op writes where its schema does not say it would.
         """
-        signatures, device = _signatures(graph), self._device
-        new = {
-            signature: task
-            for signature, task in zip(signatures, graph.tasks, strict=True)
-            if signature not in self._costs and task.index not in graph.host_tasks
-        }
-        estimated: dict[Any, OpCost] = {}
-        for signature, task in list(new.items()):
-            if is_collective(task):  # it would wait for ranks that measure nothing now
-                self._costs[signature] = OpCost(time_ns=None, workspace_bytes=0)
-                del new[signature]
-            elif not _fits(graph, task, room_bytes):
-                estimated[signature] = _unmeasured(graph, task, device)
-                del new[signature]
+        new = self._unknown(graph, room_bytes)
         if new:
             self._measure(graph, new)
-            no_room = [s for s in new if s not in self._costs]  # the device has less than we think
-            estimated.update((s, _unmeasured(graph, new[s], device)) for s in no_room)
         tasks = []
-        for signature, task in zip(signatures, graph.tasks, strict=True):
-            if task.index in graph.host_tasks:
-                cost = _unmeasured(graph, task, device)
-            else:
-                cost = estimated.get(signature) or self._costs[signature]
+        for signature, task in zip(_signatures(graph), graph.tasks, strict=True):
+            cost = self._costs.get(signature)
+            if cost is None or task.index in graph.host_tasks:
+                cost = _unmeasured(graph, task, self._device)
             if cost.fault is not None:
                 read = tuple(graph.buffers[b].name for b in task.reads)
                 raise CaptureError(f"{task.where} {cost.fault}, so it cannot be planned", read)
@@ -194,6 +182,8 @@ class OpMeter:
 
 def _try(graph: TaskGraph, task: Task, device: Device, unused: frozenset[int]) -> OpCost:
     """Run a task on scratch tensors, into place if that is safe, else with a copy."""
+    if is_collective(task):  # it would wait for ranks that measure nothing now
+        return OpCost(time_ns=None, workspace_bytes=0)
     fault = None
     # How many numbers a random op draws may depend on its form.
     may_be_in_place = has_out_form(task) and not is_random(task)

@@ -29,8 +29,7 @@ class SpanRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device_of(device)
         self.began_ns = 0
-        self._lanes: dict[int, Lane] = {}  # of the nodes of the last pass
-        self._marks: dict[int, tuple[Any, Any]] = {}  # its begin and its end, by node
+        self._marks: dict[int, tuple[Lane, Any, Any]] = {}  # of each node in the last pass
         self._origin: Any = None
 
     def begin(self, steps: Sequence[Step], actions: Mapping[int, Action]) -> dict[int, Action]:
@@ -39,16 +38,16 @@ class SpanRecorder:
         Returns:
             The actions, which also record when they begin and end.
         """
-        self._lanes, self._marks = {step.node.id: step.lane for step in steps}, {}
-        timed = {node: self._timed(node, actions[node]) for node in self._lanes}
+        self._marks = {}
+        timed = {step.node.id: self._timed(step, actions[step.node.id]) for step in steps}
         self._origin, self.began_ns = self._mark(), time.perf_counter_ns()
         return timed
 
-    def _timed(self, node: int, action: Action) -> Action:
+    def _timed(self, step: Step, action: Action) -> Action:
         def timed() -> None:
             begin = self._mark()
             action()
-            self._marks[node] = begin, self._mark()
+            self._marks[step.node.id] = step.lane, begin, self._mark()
 
         return timed
 
@@ -59,9 +58,9 @@ class SpanRecorder:
         """
         self._device.synchronize()
         found = []
-        for node, marks in sorted(self._marks.items()):
+        for node, (lane, *marks) in sorted(self._marks.items()):
             start, end = map(self._since_origin_ns, marks)
-            found.append(Span(node, self._lanes[node], start, max(start, end)))
+            found.append(Span(node, lane, start, max(start, end)))
         return tuple(found)
 
     def _mark(self) -> Any:
