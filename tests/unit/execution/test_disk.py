@@ -107,11 +107,6 @@ def test_a_range_is_read(tmp_path: Path, offset: int, nbytes: int, is_direct: bo
     assert reader.read_bytes == 2 * nbytes
 
 
-def test_a_part_of_a_range(path: Path) -> None:
-    source = source_of(path, 100, 50).part(10, 30)
-    assert (source.offset, source.nbytes) == (110, 20)
-
-
 def shorten(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 

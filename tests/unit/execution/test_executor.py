@@ -120,17 +120,6 @@ def test_a_weight_that_is_copied_to_the_host_leaves_its_master_alone(
     assert {name: master._version for name, master in masters.items()} == before
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_every_mode_gives_the_same(rig: Callable[..., Rig], mode: Callable[[], Any]) -> None:
-    graph, weights = deep()
-    made = rig(graph, weights)
-    with mode():
-        x = torch.randn(N, N)
-        assert torch.equal(made(x)[0], deep_in_eager(x, weights))
-    x = torch.randn(N, N)
-    assert torch.equal(made(x)[0], deep_in_eager(x, weights))
-
-
 # --- arguments -------------------------------------------------------------------------------
 
 

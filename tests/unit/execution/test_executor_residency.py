@@ -187,13 +187,3 @@ def test_vacated_extents_are_poisoned(rig: Callable[..., Rig]) -> None:
     for extent in dropped:
         assert extent is not None and not kept[extent.offset : extent.end].any()
         assert (made.arena.slice(extent, extent.nbytes) == 0xFF).all()
-
-
-def test_without_poison_vacated_extents_are_left_as_they_are(rig: Callable[..., Rig]) -> None:
-    graph, weights = deep()
-    made = rig(graph, weights)
-    made.arena.bytes.zero_()
-    made(torch.randn(N, N))
-    assert not (made.arena.bytes == 0xFF).all()
-    drops = [n.id for n in made.memgraph.nodes if n.kind is NodeKind.DROP]
-    assert drops and not set(drops) & set(made.executor.actions)

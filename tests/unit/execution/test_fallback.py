@@ -238,20 +238,6 @@ def test_an_error_in_forward_leaves_parameters_that_show_their_masters() -> None
     assert shows_masters(model, table)
 
 
-def test_in_a_graph_the_hooks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = RunningCall()
-    running.begin()
-    model, table, used, _, _ = hooked(running)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    table.fill(model.scale)
-    for hook in [*model._forward_pre_hooks.values()]:
-        hook(model, ())
-    for hook in [*model._forward_hooks.values()]:
-        hook(model, (), None)
-    assert used == []
-    assert not shows_masters(model, table)
-
-
 def test_dynamo_guards_once_on_whether_a_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard for each hook, on all reading one object, would cost a microsecond a module."""
     found: list[str] = []

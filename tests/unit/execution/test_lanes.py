@@ -34,14 +34,6 @@ every_lane = pytest.mark.parametrize("lane", LANES, ids=[lane.value for lane in 
 # --- order and overlap -----------------------------------------------------------------------
 
 
-@every_lane
-def test_a_lane_runs_its_steps_in_order(lanes: CpuLanes, lane: Lane) -> None:
-    program = program_of(*(f"{lane.value} s{i}" for i in range(50)))
-    actions, log = logging_actions(program)
-    lanes.run(program, actions)
-    assert log == list(range(50))
-
-
 @every_two_lanes
 def test_lanes_overlap_where_nothing_waits(lanes: CpuLanes, first: Lane, second: Lane) -> None:
     """Each step waits inside itself for the other one to have begun."""
@@ -70,48 +62,6 @@ def test_a_step_waits_for_another_lane(lanes: CpuLanes, first: Lane, second: Lan
 
     lanes.run(program, {0: held, 1: gate.open, 2: lambda: log.append("c")})
     assert log == ["a", "c"]
-
-
-def test_a_step_waits_for_several_lanes(lanes: CpuLanes) -> None:
-    program = program_of("h2d r", "d2h o", "compute t", "compute u <r <o")
-    gates, log = [Gate(), Gate()], []
-
-    def held(own: int) -> Callable[[], None]:
-        def action() -> None:
-            gates[own].wait()
-            log.append(own)
-
-        return action
-
-    def release() -> None:
-        gates[1].open()
-        gates[0].open()
-
-    lanes.run(program, {0: held(0), 1: held(1), 2: release, 3: lambda: log.append(3)})
-    assert sorted(log[:2]) == [0, 1] and log[2] == 3
-
-
-def test_a_program_can_be_run_again(lanes: CpuLanes) -> None:
-    program = program_of("h2d r", "compute t <r", "d2h o <t")
-    actions, log = logging_actions(program)
-    for _ in range(3):
-        lanes.run(program, actions)
-    assert log == [0, 1, 2] * 3
-
-
-def test_compute_is_the_callers_thread_and_transfers_have_their_own(lanes: CpuLanes) -> None:
-    program = program_of("compute t", "h2d r", "d2h o")
-    found: dict[int, str] = {}
-    actions = {
-        i: lambda i=i: found.update({i: threading.current_thread().name})  # type: ignore[misc]
-        for i in range(3)
-    }
-    lanes.run(program, actions)
-    assert found == {
-        0: threading.current_thread().name,
-        1: "finepage-h2d_0",
-        2: "finepage-d2h_0",
-    }
 
 
 def test_small_transfers_are_made_by_the_calling_thread(
@@ -188,8 +138,7 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
     lanes.run(program, logging_actions(program)[0])
     lanes.close()
     others = {f"finepage-{name}_0" for name in ("h2d", "d2h", "ranks", "disk", "host")}
-    assert {name for name, _ in slept} >= others
-    assert len({name for name, _ in slept}) == len(LANES) == 6
+    assert {name for name, _ in slept} == others | {threading.current_thread().name}
     assert all(0 <= seconds <= 70e-6 for _, seconds in slept)
     assert 0 < len(slept) < 1200
 
@@ -322,7 +271,8 @@ def test_steps_of_a_lane_in_a_row_enter_its_stream_once() -> None:
     device = PaperAccelerator()
     program = program_of("h2d a", "h2d b", "compute t <b", "h2d c")
     actions, order = logging_actions(program)
-    StreamLanes(device).run(program, actions)
+    lanes = StreamLanes(device)
+    lanes.run(program, actions)
     assert order == [0, 1, 2, 3]
     assert device.log == [
         ("record", "compute"),
@@ -335,7 +285,9 @@ def test_steps_of_a_lane_in_a_row_enter_its_stream_once() -> None:
         ("exit", "h2d"),
         ("join", "h2d"),
         ("record", "compute"),
-    ]  # and nothing on d2h, which has no step
+    ]  # nothing on d2h, which has no step, and the host waits for nothing
+    lanes.close()
+    assert device.log[-1] == ("synchronize", None)
 
 
 @pytest.mark.parametrize("where", ["action", "join"])
@@ -369,17 +321,6 @@ def test_another_stream_of_the_caller_follows_the_last_pass() -> None:
     device._current = PaperStream(device.log, "other")
     lanes.follow()
     assert device.log == [("wait", "other")]
-
-
-def test_the_host_waits_for_nothing_in_a_pass() -> None:
-    device = PaperAccelerator()
-    lanes, program = StreamLanes(device), program_of("h2d r", "compute t <r", "d2h o <t")
-    for _ in range(2):
-        lanes.run(program, logging_actions(program)[0])
-    assert ("synchronize", None) not in device.log
-    assert device.log[-3:] == [("join", "h2d"), ("join", "d2h"), ("record", "compute")]
-    lanes.close()
-    assert device.log[-1] == ("synchronize", None)
 
 
 def test_delays_come_on_the_device_on_every_lane_and_keep_their_limit() -> None:
@@ -463,13 +404,3 @@ def test_a_device_that_cannot_be_delayed_is_named(caplog: pytest.LogCaptureFixtu
     assert "lane_delay_seed has no effect: torch cannot delay paper" in caplog.text
     lanes.run(program, logging_actions(program)[0])
     assert not [what for what, _ in device.log if what.startswith("delay")]
-
-
-def test_threads_end_with_lanes_that_nobody_closed() -> None:
-    lanes = CpuLanes()
-    threads = threads_of(lanes)
-    del lanes
-    gc.collect()
-    for thread in threads:
-        thread.join(5)
-    assert not any(thread.is_alive() for thread in threads)
