@@ -18,7 +18,7 @@ from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.host_ops import identity_of
 from ds_finepage.execution.lanes import Action, Lanes
 from ds_finepage.execution.program import Program, lower
-from ds_finepage.execution.replay import Graphs, replayed
+from ds_finepage.execution.replay import Graphs
 from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.arguments import refs
 from ds_finepage.graph.collectives import collects_of
@@ -99,7 +99,7 @@ class Executor:
         self._steady, self.actions = lowered(), bound.actions
         self._replayed = None
         if graphs is not None:
-            self._replayed = replayed(self._steady, self.actions, bound.recordable, graphs)
+            self._replayed = graphs.replayed(self._steady, self.actions, bound.recordable)
         reloads = (n.buffer for n in memgraph.nodes if n.kind is NodeKind.RELOAD)
         buffers = self._graph.buffers
         position_of = {i.tensor: i.position for i in self._graph.inputs}

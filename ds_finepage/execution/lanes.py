@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch
 
 from ds_finepage.execution.device import Accelerator, device_of
-from ds_finepage.execution.program import Program, Step
+from ds_finepage.execution.program import LANES, Program, Step
 from ds_finepage.graph.memgraph import Lane
 
 Action = Callable[[], object]
@@ -34,6 +34,9 @@ DELAYED_SHARE = 0.1
 SMALL_TRANSFER_BYTES = 1 << 20
 """A smaller copy takes less time than passing it to another thread."""
 
+
+Delays = Callable[[], float]
+"""Draws the delay of one step, in microseconds."""
 
 Work = Callable[[list[BaseException]], None]
 """What a thread does in a pass. It ends where the list has an error, of whichever thread."""
@@ -113,15 +116,9 @@ class CpuLanes:
     If transfers are small, the calling thread does everything, in the order of the plan.
     """
 
-    def __init__(self, *, delay_seed: int | None = None, max_delay_us: int = 200) -> None:
-        """Start no thread yet.
-
-        Args:
-            delay_seed: Delay steps of every lane at random, so that races show as wrong results.
-            max_delay_us: The longest delay.
-        """
-        self._random = None if delay_seed is None else random.Random(delay_seed)
-        self._max_delay_us = max_delay_us
+    def __init__(self, delays: Delays | None = None) -> None:
+        """Start no thread yet."""
+        self._delays = delays
         self._threads = _Threads()
 
     def follow(self) -> None:
@@ -133,7 +130,7 @@ class CpuLanes:
         Raises:
             BaseException: The error of an action, or Ctrl-C; all lanes are idle by then.
         """
-        if self._random is None and program.mean_transfer_bytes < SMALL_TRANSFER_BYTES:
+        if self._delays is None and program.mean_transfer_bytes < SMALL_TRANSFER_BYTES:
             with torch.no_grad():
                 for step in program.merged:
                     actions[step.node.id]()
@@ -147,8 +144,8 @@ class CpuLanes:
             for step in steps:
                 for before in step.waits:
                     done[before].wait()
-                if self._random is not None:
-                    if delay_us := _delay_us(self._random, self._max_delay_us):
+                if self._delays is not None:
+                    if delay_us := self._delays():
                         time.sleep(delay_us * 1e-6)
                 if errors:
                     return
@@ -169,9 +166,9 @@ class CpuLanes:
 class StreamLanes:
     """A stream for each lane; the compute lane is the caller's current stream.
 
-    ``_h2d`` overlaps reloads with compute, ``_d2h`` overlaps offloads with both, and ``_ranks``
-    overlaps collects with all of them. All waits are event waits on the device. On every lane a
-    pass begins after the end of the pass before. At its end the caller's stream waits for the
+    That of h2d overlaps reloads with compute, that of d2h overlaps offloads with both, and that of
+    ranks overlaps collects with all of them. All waits are event waits on the device. On every lane
+    a pass begins after the end of the pass before. At its end the caller's stream waits for the
     transfer lanes, so no other stream uses a tensor that the caller frees.
 
     A read holds the host until the disk has answered, so the steps of the disk lane are enqueued on
@@ -181,33 +178,20 @@ class StreamLanes:
     thread while the other streams go on.
     """
 
-    def __init__(
-        self, device: Accelerator, *, delay_seed: int | None = None, max_delay_us: int = 200
-    ) -> None:
-        """Create the streams.
-
-        Args:
-            device: The accelerator.
-            delay_seed: Delay steps of every lane at random, on the device, so that races show as
-                wrong results.
-            max_delay_us: The longest delay.
-        """
-        self._device = device
-        self._h2d, self._d2h, self._ranks, self._disk, self._host = (
-            device.new_stream() for _ in range(5)
-        )
+    def __init__(self, device: Accelerator, delays: Delays | None = None) -> None:
+        """Create the streams; delays are on the device."""
+        self._device, self._delays = device, delays
+        self._streams = {lane: device.new_stream() for lane in LANES if lane is not Lane.COMPUTE}
         self._threads = _Threads()
         self._order: weakref.WeakKeyDictionary[Program, _Order] = weakref.WeakKeyDictionary()
         # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
         self._begin, self._end = device.new_event(), device.new_event()
         self._has_run = False
-        self._random = None if delay_seed is None else random.Random(delay_seed)
-        self._max_delay_us = max_delay_us
-        if self._random is not None and not device.can_delay:
+        if delays is not None and not device.can_delay:
             logger.warning(
                 "debug.lane_delay_seed has no effect: torch cannot delay %s", device.name
             )
-            self._random = None
+            self._delays = None
 
     def follow(self) -> None:
         """Let the caller's current stream wait for the last pass, wherever that was enqueued."""
@@ -237,10 +221,8 @@ class StreamLanes:
     def _enqueue(self, program: Program, actions: dict[int, Action]) -> None:
         order = self._order.get(program)
         if order is None:
-            streams = {Lane.H2D: self._h2d, Lane.D2H: self._d2h, Lane.RANKS: self._ranks}
-            streams |= {Lane.DISK: self._disk, Lane.HOST: self._host}
             # A lane without steps need not be woken.
-            streams = {lane: stream for lane, stream in streams.items() if program.lanes[lane]}
+            streams = {lane: own for lane, own in self._streams.items() if program.lanes[lane]}
             self._order[program] = order = _ordered(program, streams, self._device.new_event)
         others, threads, flags = order
         compute = self._device.current_stream()
@@ -284,7 +266,7 @@ class StreamLanes:
         actions: dict[int, Action],
         errors: list[BaseException],
     ) -> None:
-        delayed = self._random
+        delays = self._delays
         for flags, waits, node, event, flag in steps:
             for other in flags:
                 other.wait()
@@ -292,8 +274,8 @@ class StreamLanes:
                 return
             for before in waits:
                 stream.wait_event(before)
-            if delayed is not None:
-                self._device.delay(stream, _delay_us(delayed, self._max_delay_us))
+            if delays is not None:
+                self._device.delay(stream, delays())
             actions[node]()
             if event is not None:
                 stream.record_event(event)
@@ -350,11 +332,6 @@ def _thread_of(lane: Lane) -> Lane:
     return Lane.DISK if lane is Lane.DISK else Lane.COMPUTE
 
 
-def _delay_us(draw: random.Random, max_delay_us: int) -> float:
-    """Draw the delay of one step, in microseconds; most have none."""
-    return draw.random() * max_delay_us if draw.random() < DELAYED_SHARE else 0.0
-
-
 Lanes: TypeAlias = CpuLanes | StreamLanes
 """Runs programs. After an exception no step of the program is still running."""
 
@@ -362,8 +339,19 @@ Lanes: TypeAlias = CpuLanes | StreamLanes
 def make_lanes(
     device: torch.device, *, delay_seed: int | None = None, max_delay_us: int = 200
 ) -> Lanes:
-    """Return lanes for the device; :class:`CpuLanes` describes the delays."""
+    """Return lanes for the device.
+
+    Args:
+        device: Where ops run.
+        delay_seed: Delay steps of every lane at random, so that races show as wrong results.
+        max_delay_us: The longest delay.
+    """
+    delays = None if delay_seed is None else delays_of(delay_seed, max_delay_us)
     found = device_of(device)
-    if isinstance(found, Accelerator):
-        return StreamLanes(found, delay_seed=delay_seed, max_delay_us=max_delay_us)
-    return CpuLanes(delay_seed=delay_seed, max_delay_us=max_delay_us)
+    return StreamLanes(found, delays) if isinstance(found, Accelerator) else CpuLanes(delays)
+
+
+def delays_of(seed: int, max_delay_us: int) -> Delays:
+    """Return random delays; most are none."""
+    draw = random.Random(seed)
+    return lambda: draw.random() * max_delay_us if draw.random() < DELAYED_SHARE else 0.0

@@ -80,12 +80,19 @@ class Graphs:
         self._numbers = itertools.count()
         self._replays: dict[int, Action] = {}  # by the number of a run; they hold the graphs
 
-    def run_of(self, actions: Sequence[Action]) -> Action:
-        """Return the action of a run of tasks: recorded when it is called first, replayed then.
+    def replayed(
+        self, program: Program, actions: Mapping[int, Action], recordable: Collection[int]
+    ) -> tuple[Program, dict[int, Action]]:
+        """Return a pass whose runs of tasks are recorded in their first call, and then replayed.
 
-        It enqueues them for the caller's current stream; one by one if they can't be recorded.
+        A run is enqueued for the caller's current stream; one by one if it can't be recorded.
         """
-        return partial(self._run, next(self._numbers), actions)
+        program, runs = joined(program, recordable)
+        recorded = {
+            nodes[0]: partial(self._run, next(self._numbers), [actions[n] for n in nodes])
+            for nodes in runs
+        }
+        return program, {**actions, **recorded}
 
     def _run(self, number: int, actions: Sequence[Action]) -> None:
         if number in self._replays:
@@ -114,18 +121,6 @@ class Graphs:
         if self._replays:
             self._device.synchronize()
         self._replays.clear()
-
-
-def replayed(
-    program: Program,
-    actions: Mapping[int, Action],
-    recordable: Collection[int],
-    graphs: Graphs,
-) -> tuple[Program, dict[int, Action]]:
-    """Return a pass that replays its runs."""
-    program, runs = joined(program, recordable)
-    recorded = {nodes[0]: graphs.run_of([actions[n] for n in nodes]) for nodes in runs}
-    return program, {**actions, **recorded}
 
 
 def _run(actions: Sequence[Callable[[], object]]) -> None:

@@ -193,7 +193,7 @@ def memory_of_the_caller_becomes_the_arena(
         arena = Arena(values.nbytes, device)
         assert arena.bytes.data_ptr() == address, "the allocator gave other memory"
         lanes.run(program_of("h2d r"), {0: lambda: arena.bytes.copy_(host, non_blocking=True)})
-        give_time_to(lanes._h2d)
+        give_time_to(lanes._streams[Lane.H2D])
     torch.accelerator.synchronize()
     return torch.equal(result.cpu(), values * 2) and torch.equal(arena.bytes.cpu(), host)
 
@@ -212,7 +212,7 @@ def offload_of_what_the_caller_made(device: torch.device, lanes: StreamLanes, se
     with torch.get_device_module(device).held():
         theirs.mul_(2)
         lanes.run(program_of("d2h o"), {0: lambda: host.copy_(theirs, non_blocking=True)})
-        give_time_to(lanes._d2h)
+        give_time_to(lanes._streams[Lane.D2H])
     torch.accelerator.synchronize()
     return torch.equal(host, values * 2)
 
@@ -221,7 +221,7 @@ def reload_at_the_end(device: torch.device, lanes: StreamLanes, seed: int) -> bo
     """End a pass with a reload; the caller reads the bytes right after it."""
     values = torch.randn(WORDS)
     host, ours = pinned(values), torch.zeros(WORDS, device=device)
-    with torch.get_device_module(device).held(lanes._h2d):
+    with torch.get_device_module(device).held(lanes._streams[Lane.H2D]):
         lanes.run(program_of("h2d r"), {0: lambda: ours.copy_(host, non_blocking=True)})
         found = ours * 2
         give_time_to(torch.accelerator.current_stream())
@@ -238,7 +238,7 @@ def memory_of_a_pass_goes_to_the_caller(
     ours, host = values.to(device), pinned(torch.zeros(WORDS))
     address = ours.data_ptr()
     actions = {0: lambda of=ours: host.copy_(of, non_blocking=True)}
-    with torch.get_device_module(device).held(lanes._d2h):
+    with torch.get_device_module(device).held(lanes._streams[Lane.D2H]):
         lanes.run(program_of("d2h o"), actions)
         actions.clear()
         del ours
@@ -327,21 +327,21 @@ EDGES = (
         then="the next one reloads",
         by="the wait of the h2d lane for the begin of a pass",
         scenario=passes("kernel"),
-        lanes=lanes_without("stream.wait_event(self._begin)", of="self._h2d"),
+        lanes=lanes_without("stream.wait_event(self._begin)", of="self._streams[Lane.H2D]"),
     ),
     Edge(
         first="a kernel of the caller",
         then="a reload takes the memory that the caller has freed",
         by="the wait of the h2d lane for the begin of a pass",
         scenario=memory_of_the_caller_becomes_the_arena,
-        lanes=lanes_without("stream.wait_event(self._begin)", of="self._h2d"),
+        lanes=lanes_without("stream.wait_event(self._begin)", of="self._streams[Lane.H2D]"),
     ),
     Edge(
         first="a kernel of the caller",
         then="its result is offloaded",
         by="the wait of the d2h lane for the begin of a pass",
         scenario=offload_of_what_the_caller_made,
-        lanes=lanes_without("stream.wait_event(self._begin)", of="self._d2h"),
+        lanes=lanes_without("stream.wait_event(self._begin)", of="self._streams[Lane.D2H]"),
     ),
     Edge(
         first="a pass",
@@ -355,14 +355,14 @@ EDGES = (
         then="the caller goes on",
         by="the wait for the h2d lane at the end of a pass",
         scenario=reload_at_the_end,
-        lanes=lanes_without("compute.wait_stream(stream)", of="self._h2d"),
+        lanes=lanes_without("compute.wait_stream(stream)", of="self._streams[Lane.H2D]"),
     ),
     Edge(
         first="the offloads of a pass",
         then="the caller gets memory that was freed",
         by="the wait for the d2h lane at the end of a pass",
         scenario=memory_of_a_pass_goes_to_the_caller,
-        lanes=lanes_without("compute.wait_stream(stream)", of="self._d2h"),
+        lanes=lanes_without("compute.wait_stream(stream)", of="self._streams[Lane.D2H]"),
     ),
     Edge(
         first="new rows of a KV cache",

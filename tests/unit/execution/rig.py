@@ -12,7 +12,7 @@ from ds_finepage.execution.arena import Arena, HostPool, byte_view
 from ds_finepage.execution.bound_plan import BoundPlan
 from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.executor import Executor, Residents
-from ds_finepage.execution.lanes import CpuLanes
+from ds_finepage.execution.lanes import make_lanes
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes
@@ -54,7 +54,7 @@ class Rig:
         self.arena.bytes.fill_(0xFF)
         pool = HostPool(pinned=device != CPU)
         pool.reserve(self.memgraph.host_bytes)
-        self.lanes = lanes or CpuLanes(delay_seed=delay_seed, max_delay_us=50)
+        self.lanes = lanes or make_lanes(CPU, delay_seed=delay_seed, max_delay_us=50)
         self.residents = Residents()
         bound = BoundPlan(
             self.memgraph,

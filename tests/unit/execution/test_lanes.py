@@ -14,7 +14,7 @@ import torch
 
 from ds_finepage.execution import lanes as lanes_module
 from ds_finepage.execution.device import Accelerator
-from ds_finepage.execution.lanes import CpuLanes, StreamLanes, make_lanes
+from ds_finepage.execution.lanes import CpuLanes, StreamLanes, delays_of, make_lanes
 from ds_finepage.execution.program import LANES, Step
 from ds_finepage.graph.memgraph import Lane
 from tests.unit.execution.lane_programs import (
@@ -118,7 +118,7 @@ def test_random_programs_keep_their_order_with_delays_on(seed: int) -> None:
 
         return action
 
-    lanes = CpuLanes(delay_seed=seed, max_delay_us=50)
+    lanes = CpuLanes(delays_of(seed, 50))
     lanes.run(program, {s.node.id: act(s) for s in program.merged})
     lanes.close()
     assert early == [] and all(done)
@@ -134,7 +134,7 @@ def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
         lambda seconds: slept.append((threading.current_thread().name, seconds)),
     )
     program = program_of(*(f"{lane.value} s{lane.value}{i}" for lane in LANES for i in range(200)))
-    lanes = CpuLanes(delay_seed=1, max_delay_us=70)
+    lanes = CpuLanes(delays_of(1, 70))
     lanes.run(program, logging_actions(program)[0])
     lanes.close()
     others = {f"finepage-{name}_0" for name in ("h2d", "d2h", "ranks", "disk", "host")}
@@ -188,7 +188,7 @@ def test_threads_that_are_gone_start_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_device_decides_the_lanes() -> None:
     lanes = make_lanes(CPU, delay_seed=3, max_delay_us=7)
     assert isinstance(lanes, CpuLanes)
-    assert lanes._random is not None and lanes._max_delay_us == 7
+    assert lanes._delays is not None and 6 < max(lanes._delays() for _ in range(1000)) <= 7
     lanes.close()
 
 
@@ -326,7 +326,7 @@ def test_another_stream_of_the_caller_follows_the_last_pass() -> None:
 def test_delays_come_on_the_device_on_every_lane_and_keep_their_limit() -> None:
     device = PaperAccelerator()
     program = program_of(*(f"{lane.value} s{lane.value}{i}" for lane in LANES for i in range(200)))
-    lanes = StreamLanes(device, delay_seed=1, max_delay_us=70)
+    lanes = StreamLanes(device, delays_of(1, 70))
     lanes.run(program, logging_actions(program)[0])
     found = [(what, us) for what, us in device.log if what.startswith("delay")]
     assert {what for what, _ in found} == {f"delay {lane.value}" for lane in LANES}
@@ -400,7 +400,7 @@ def test_the_thread_of_the_disk_ends_with_the_lanes() -> None:
 
 def test_a_device_that_cannot_be_delayed_is_named(caplog: pytest.LogCaptureFixture) -> None:
     device = PaperAccelerator(can_delay=False)
-    lanes, program = StreamLanes(device, delay_seed=1), program_of(*["compute t"] * 50)
+    lanes, program = StreamLanes(device, delays_of(1, 70)), program_of(*["compute t"] * 50)
     assert "lane_delay_seed has no effect: torch cannot delay paper" in caplog.text
     lanes.run(program, logging_actions(program)[0])
     assert not [what for what, _ in device.log if what.startswith("delay")]

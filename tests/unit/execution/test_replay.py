@@ -176,12 +176,18 @@ def graphs_of(device: FakeDevice) -> Graphs:
 FIRST = ["recorder waits for caller", "a on recorder", "b on recorder", "caller waits for recorder"]
 
 
-def run_of(device: FakeDevice, graphs: Graphs) -> Action:
-    return graphs.run_of([device.enqueue("a"), device.enqueue("b")])
+def run_of(graphs: Graphs, *tasks: Action) -> Action:
+    """Return the action of a run of tasks."""
+    program = program_of(*(f"compute t{i}" for i in range(len(tasks))))
+    return graphs.replayed(program, dict(enumerate(tasks)), range(len(tasks)))[1][0]
+
+
+def two_of(device: FakeDevice, graphs: Graphs) -> Action:
+    return run_of(graphs, device.enqueue("a"), device.enqueue("b"))
 
 
 def test_a_run_is_enqueued_where_it_is_recorded_and_replayed_then(device: FakeDevice) -> None:
-    run = run_of(device, graphs_of(device))
+    run = two_of(device, graphs_of(device))
     run()
     assert device.log == [*FIRST, "record"]
     device.log.clear()
@@ -194,7 +200,7 @@ def test_all_graphs_are_dropped_together_when_there_are_many(
 ) -> None:
     monkeypatch.setattr(replay_module, "MOST_GRAPHS", 2)
     graphs = graphs_of(device)
-    runs = [run_of(device, graphs) for _ in range(3)]
+    runs = [two_of(device, graphs) for _ in range(3)]
     for run in runs[:2]:
         run()
     assert "synchronize" not in device.log
@@ -210,7 +216,7 @@ def test_a_run_that_cannot_be_recorded_is_enqueued_task_by_task(
     device: FakeDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     device.refuses = RuntimeError("not while capturing")
-    run = run_of(device, graphs_of(device))
+    run = two_of(device, graphs_of(device))
     with caplog.at_level(logging.WARNING):
         run()
     assert caplog.messages == [
@@ -226,7 +232,7 @@ def test_other_errors_of_a_recording_are_the_callers(
     device: FakeDevice, error: BaseException
 ) -> None:
     device.refuses = error
-    run = run_of(device, graphs_of(device))
+    run = two_of(device, graphs_of(device))
     with pytest.raises(type(error)):
         run()
     device.refuses = None
@@ -236,7 +242,7 @@ def test_other_errors_of_a_recording_are_the_callers(
 
 
 def test_an_error_of_a_task_is_the_callers_and_nothing_is_recorded(device: FakeDevice) -> None:
-    run = graphs_of(device).run_of([fail(ValueError("stop"))])
+    run = run_of(graphs_of(device), fail(ValueError("stop")), device.enqueue("b"))
     for _ in range(2):
         with pytest.raises(ValueError, match="stop"):
             run()
