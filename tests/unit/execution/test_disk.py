@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,26 +61,13 @@ def test_a_tensor_that_was_written_is_in_no_file(path: Path) -> None:
     assert [each is None for each in files_of([first, second, third])] == [False, True, False]
 
 
-@pytest.mark.parametrize("end", ["removed", "replaced"])
-def test_a_file_that_has_gone_is_not_found(path: Path, end: str) -> None:
-    tensors = mapped(path)
-    if end == "replaced":
-        path.with_name("other").write_bytes(path.read_bytes())
-        path.with_name("other").rename(path)
-    else:
-        path.unlink()
-    assert files_of(tensors) == [None] * 4
-
-
-def test_other_systems_find_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk.sys, "platform", "darwin")
-    assert files_of(mapped(path)) == [None] * 4
-
-
-def test_a_system_that_hides_its_tables_finds_no_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "name", "value"), [(sys, "platform", "darwin"), (disk, "PAGES", "/missing")]
+)
+def test_a_system_that_has_no_tables_or_hides_them_finds_no_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: str
 ) -> None:
-    monkeypatch.setattr(disk, "PAGES", str(path.with_name("missing")))
+    monkeypatch.setattr(module, name, value)
     assert files_of(mapped(path)) == [None] * 4
 
 
@@ -120,6 +108,13 @@ def write(path: Path) -> None:
 def replace(path: Path) -> None:
     path.with_name("other").write_bytes(path.read_bytes())
     path.with_name("other").rename(path)
+
+
+@pytest.mark.parametrize("end", [Path.unlink, replace])
+def test_a_file_that_has_gone_is_not_found(path: Path, end: Callable[[Path], None]) -> None:
+    tensors = mapped(path)
+    end(path)
+    assert files_of(tensors) == [None] * 4
 
 
 @pytest.mark.parametrize("change", [shorten, write, replace])

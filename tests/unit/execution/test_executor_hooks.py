@@ -66,7 +66,7 @@ def test_hooks_see_constants_and_members_of_lists(rig: Callable[..., Rig]) -> No
         draft.graph((x,), (y,)),
         hooks=[OpHook(before=lambda t, o: seen.append([v.item() for v in o]))],
     )
-    made(torch.tensor([4.0]))
+    assert made(torch.tensor([4.0]))[0].tolist() == [4.0, 5.0]
     assert seen == [[4.0, 5.0]]
 
 

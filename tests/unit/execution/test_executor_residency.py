@@ -11,7 +11,7 @@ import torch
 from ds_finepage.errors import StoreError
 from ds_finepage.execution import executor
 from ds_finepage.execution.arena import byte_view
-from ds_finepage.execution.executor import OpHook, Residents
+from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Task, TaskGraph
@@ -139,17 +139,6 @@ def test_a_pass_that_finds_the_arena_as_before_is_not_lowered_again(
     made.residents.clear()
     made(x)
     assert lowered[-1] == lowered[0]  # the oldest was dropped, so that there are never more
-
-
-def test_while_a_pass_runs_nothing_counts_as_resident(rig: Callable[..., Rig]) -> None:
-    graph, weights = deep()
-    seen: list[Residents] = []
-    made = rig(
-        graph, weights, hooks=[OpHook(before=lambda t, o: seen.append(dict(made.residents)))]
-    )
-    made(torch.randn(N, N))
-    made(torch.randn(N, N))
-    assert seen and not any(seen)
 
 
 def test_an_error_leaves_nothing_resident_and_the_next_pass_right(rig: Callable[..., Rig]) -> None:

@@ -323,8 +323,10 @@ def attended(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         # It moves to the arguments of the ``out=`` overload, and its patch with it.
         ("aten.add.Tensor", (Ref(0),), {"other": Ref(1)}, torch.add),
         (SDPA, (Ref(0), Ref(0), Ref(0)), {"attn_mask": Ref(1)}, attended),
+        ("aten.clone.default", (Ref(0),), {}, lambda x, y: x.clone()),
+        ("aten.zeros_like.default", (Ref(0),), {}, lambda x, y: torch.zeros_like(x)),
     ],
-    ids=["operands", "lists", "keywords", "copied"],
+    ids=["operands", "lists", "keywords", "copied", "copies", "fills"],
 )
 def test_tensors_may_come_with_the_call(
     late: tuple[int, ...],
@@ -349,17 +351,6 @@ def test_each_of_several_results_may_come_with_the_call() -> None:
     bench = Bench(rand(6), nan(2), torch.zeros(2, dtype=torch.int64), late=(1,))
     bench.run(bench.bind("aten.topk.default", (Ref(0), 2), (1, 2)))
     assert torch.equal(bench.tensors[1], bench.tensors[0].topk(2).values)
-
-
-@pytest.mark.parametrize(
-    ("op", "args"), [("aten.clone.default", (Ref(0),)), ("aten.zeros_like.default", (Ref(0),))]
-)
-def test_the_result_of_a_copy_or_a_fill_may_come_with_the_call(
-    op: str, args: tuple[Any, ...]
-) -> None:
-    bench = Bench(rand(3), nan(3), late=(0, 1))
-    bench.run(bench.bind(op, args, (1,)))
-    assert not bench.tensors[1].isnan().any()
 
 
 def test_what_an_in_place_op_changes_may_come_with_the_call() -> None:

@@ -58,14 +58,6 @@ def test_nodes_that_take_no_time_are_no_steps() -> None:
     assert {s.node.kind for s in program.merged} == {NodeKind.RELOAD, NodeKind.COMPUTE}
 
 
-def test_a_step_signals_where_another_lane_waits_for_it() -> None:
-    program = lower(planned(chain(8), 4))
-    waited = {(lane, position) for _, lane, position in waits_of(program)}
-    assert waited
-    for step in program.merged:
-        assert step.signals == ((step.lane, step.position) in waited)
-
-
 # --- enough and not too many, against all edges ----------------------------------------------
 
 
@@ -124,6 +116,8 @@ def lowered(graph: TaskGraph, policy: str, spare: int, poison: bool) -> tuple[Me
     assert {node.buffer for node in steps_of[NodeKind.RESIDENT]} == missing
     drops = [node for node in memgraph.nodes if node.kind is NodeKind.DROP]
     assert steps_of[NodeKind.DROP] == (drops if poison else [])
+    waited = {(lane, position) for _, lane, position in waits_of(program)}
+    assert all(s.signals == ((s.lane, s.position) in waited) for s in program.merged)
     return memgraph, program
 
 
