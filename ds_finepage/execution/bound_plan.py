@@ -211,13 +211,19 @@ class BoundPlan:
             on_host = self._pool.slice(self._slots[buffer.id], buffer.nbytes)
         route = self.memgraph.routed_reloads.get(node.id)
         if route is not None:
-            self.routed.append(self._bind_routed(route, on_device, on_host))
-            return self.routed[-1]
+            return self._bind_routed(route, on_device, on_host)
         if self._graph.num_parts(buffer) > 1 and node.kind is not NodeKind.OFFLOAD:
             return self._bind_part(node, on_device, on_host)
         if node.kind is not NodeKind.OFFLOAD:
             return partial(copy_master, on_device, on_host)
-        return self._offload(on_device, on_host, node.extent)
+        vacated = self.arena.slice(node.extent, node.extent.nbytes)
+
+        def offload() -> None:
+            on_host.copy_(on_device, non_blocking=True)
+            if self.poison:
+                vacated.fill_(POISON)
+
+        return offload
 
     def _bind_read(self, node: Node, on_device: torch.Tensor) -> Action:
         """Bind the reload of a weight that lies in a file."""
@@ -232,24 +238,13 @@ class BoundPlan:
         def read_slices(begin: int, end: int, slices: torch.Tensor) -> None:
             reader.copy(source.part(begin * nbytes, end * nbytes), slices.view(-1))
 
-        self.routed.append(self._bind_routed(route, on_device, read_slices))
-        return self.routed[-1]
+        return self._bind_routed(route, on_device, read_slices)
 
     def expect_reads(self, *programs: Program) -> None:
         """Let the disk read ahead what these programs read, one after the other."""
         if self.reads and self._files is not None:
             steps = (step.node.id for each in programs for step in each.lanes[Lane.DISK])
             self._files.reader.expect([self.reads[node] for node in steps if node in self.reads])
-
-    def _offload(self, on_device: torch.Tensor, on_host: torch.Tensor, extent: Extent) -> Action:
-        vacated = self.arena.slice(extent, extent.nbytes)
-
-        def offload() -> None:
-            on_host.copy_(on_device, non_blocking=True)
-            if self.poison:
-                vacated.fill_(POISON)
-
-        return offload
 
     def _bind_part(self, node: Node, whole: torch.Tensor, on_host: torch.Tensor) -> Action:
         """Bind the reload of a part; a resident weight that is not in place is also collected."""
@@ -272,4 +267,5 @@ class BoundPlan:
         (node,) = (n.id for n in self.memgraph.nodes if n.task == route.task)
         extent = self.memgraph.placements[node][view.buffer]
         read = partial(self._values, route.tensor, route.source, extent)
-        return RoutedReload(route, on_device, source, read)
+        self.routed.append(RoutedReload(route, on_device, source, read))
+        return self.routed[-1]

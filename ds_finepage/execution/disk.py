@@ -171,7 +171,9 @@ class _Read:
             self._busy.popleft()
             self._free.append(piece)
             self.start(threads, flags)
-        self._require_same()
+        assert self._file is not None
+        if _identity(os.fstat(self._file)) != self.source.identity:
+            raise self._changed()
 
     def close(self, flags: int) -> None:
         """Wait for the reads that are on their way; give their memory back."""
@@ -185,11 +187,6 @@ class _Read:
             os.posix_fadvise(self._file, *where)
         os.close(self._file)
         self._file = None
-
-    def _require_same(self) -> None:
-        assert self._file is not None
-        if _identity(os.fstat(self._file)) != self.source.identity:
-            raise self._changed()
 
     def _changed(self) -> StoreError:
         return StoreError(
@@ -205,6 +202,7 @@ class FileReader:
 
     Attributes:
         read_bytes: Bytes that were copied so far.
+        staging_bytes: Host memory that it takes from its first read on.
     """
 
     def __init__(self, where: torch.device, ahead_bytes: int = 0) -> None:
@@ -212,6 +210,7 @@ class FileReader:
         self.read_bytes = 0
         self._where = where
         self._num_ahead = ahead_bytes // PIECE_BYTES
+        self.staging_bytes = staging_bytes(ahead_bytes)
         self._block: torch.Tensor | None = None
         self._at_once: list[torch.Tensor] = []  # free staging memory
         self._ahead: list[torch.Tensor] = []  # and that of what is read ahead
@@ -220,11 +219,6 @@ class FileReader:
         self._process = os.getpid()
         self._direct = getattr(os, "O_DIRECT", 0)
         self._lock = threading.Lock()  # there is one disk
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory that it takes from its first read on."""
-        return staging_bytes(self._num_ahead * PIECE_BYTES)
 
     def expect(self, sources: Sequence[FileRange]) -> None:
         """Read ahead; these ranges are copied next, in this order."""

@@ -112,8 +112,7 @@ class WeightTable:
         """Let every parameter show its master, which frees its device bytes."""
         for weight in self._weights:
             if id(weight.parameter) not in self._shown:
-                shown = Shown(weight, self._device, self._used)
-                self._shown[id(weight.parameter)] = shown
+                self._shown[id(weight.parameter)] = Shown(weight, self._device, self._used)
         self._snapshot()
 
     def restore(self) -> None:
