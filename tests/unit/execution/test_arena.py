@@ -66,11 +66,6 @@ def test_views_can_be_written_in_and_out_of_inference_mode(made_in: bool, used_i
     assert not found.is_inference() and found.tolist() == [2.0] * 4
 
 
-def test_views_need_no_grad() -> None:
-    found = view_of(torch.ones(4, requires_grad=True), view("float32", (4,), (1,)))
-    assert not found.requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_poison_is_nan_in_every_float(dtype: torch.dtype) -> None:
     assert torch.full((16,), POISON, dtype=torch.uint8).view(dtype).isnan().all()
@@ -84,14 +79,6 @@ def test_a_pool_starts_empty_and_grows() -> None:
     before = pool.bytes
     pool.reserve(64)
     assert pool.bytes is before
-
-
-def test_a_slot_is_the_pools_own_memory() -> None:
-    pool = HostPool(pinned=False)
-    pool.reserve(128)
-    pool.bytes.zero_()
-    pool.slice(64, 2).fill_(7)
-    assert pool.bytes.nonzero().flatten().tolist() == [64, 65]
 
 
 def test_slots_can_be_written_though_reserved_in_inference_mode() -> None:

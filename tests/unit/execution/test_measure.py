@@ -53,8 +53,13 @@ def test_each_op_is_charged_with_its_own_bytes() -> None:
     draft.task("aten.arange.start", 0, 500, out=(made,))
     x = draft.tensor(ACTIVATION, 8)
     draft.task("aten.neg_.default", x, out=(x,), changes=(x,))
+    draft.task(TO_HOST, x, out=(draft.tensor(BufferKind.HOST, 8),))
+    empty = draft.tensor(ACTIVATION, 0, 8)
+    draft.task("aten.neg.default", empty, out=(draft.tensor(ACTIVATION, 0, 8),))
     draft.join(x)
-    assert [t.workspace_bytes for t in measured(draft)] == [0, 4000, 0, 0]
+    found = measured(draft)
+    assert [t.workspace_bytes for t in found] == [0, 4000, 0, 0, 0, 0]
+    assert all(t.time_ns is not None for t in found)
 
 
 # --- what is measured ------------------------------------------------------------------------
@@ -102,6 +107,7 @@ def changed(**what: object) -> Draft:
         {"other": 1},
         {"other": 1.0},
         {"other": True},
+        {"other": float("nan")},
     ],
     ids=str,
 )
@@ -112,12 +118,6 @@ def test_an_op_that_differs_in_one_thing_is_not_known(what: dict[str, object]) -
     assert not meter.knows_all(changed(**what).graph())
     meter.with_costs(changed(**what).graph())
     assert meter.knows_all(changed(**what).graph())
-
-
-def test_nan_as_an_argument_is_known_again() -> None:
-    meter = OpMeter(CPU)
-    meter.with_costs(changed(other=float("nan")).graph())
-    assert meter.knows_all(changed(other=float("nan")).graph())
 
 
 def test_an_op_that_comes_twice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,21 +147,6 @@ def test_a_fast_op_is_timed_three_times_and_a_slow_one_once(
     monkeypatch.setattr(measure, "REPEAT_BELOW_NS", -1)
     measure._attempt(trial, [], device_of(CPU), into_place=False)
     assert len(calls) == 4
-
-
-@pytest.mark.parametrize(
-    ("op", "kind", "shape"),
-    [(TO_HOST, BufferKind.HOST, (8,)), ("aten.neg.default", ACTIVATION, (0, 8))],
-    ids=["a copy to host memory", "empty tensors"],
-)
-def test_what_takes_no_memory_is_measured(
-    op: str, kind: BufferKind, shape: tuple[int, ...]
-) -> None:
-    draft = Draft()
-    x, y = draft.tensor(INPUT, *shape), draft.tensor(kind, *shape)
-    draft.task(op, x, out=(y,))
-    (task,) = measured(draft)
-    assert task.time_ns is not None and task.workspace_bytes == 0
 
 
 # --- scratch tensors -------------------------------------------------------------------------

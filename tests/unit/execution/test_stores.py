@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.stores import WeightChanges, WeightTable
 from tests.unit.execution.parameters import CPU, Model, attached, weights_of_module
 
@@ -103,15 +102,6 @@ def test_restore_gives_back_the_very_memory(name: str, written: bool) -> None:
     assert torch.equal(parameter, value)
 
 
-def test_restore_twice_and_install_again(model: Model, table: WeightTable) -> None:
-    value = model.plain.detach().clone()
-    table.restore()
-    table.restore()
-    assert torch.equal(model.plain, value)
-    table.install()
-    assert model.plain.data_ptr() == table.masters["plain"].data_ptr()
-
-
 def test_restore_gives_back_the_new_tensor_of_a_parameter(model: Model, table: WeightTable) -> None:
     model.plain.data = torch.ones(2, 2, dtype=torch.float16)
     table.restore()
@@ -191,24 +181,3 @@ def test_all_weights_are_loaded_and_freed_together(model: Model, table: WeightTa
     table.unload()
     table.reload(["plain"])
     assert table.on_device == {}
-
-
-def test_nothing_stays_on_the_device_when_loading_all_fails(
-    model: Model, table: WeightTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table._weights[1], "shape", (1 << 40, 1))  # it has no such view
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        table.load_all()
-    masters = [table.masters[name].data_ptr() for name, _ in model.named_parameters()]
-    assert table.on_device == {} and masters == [p.data_ptr() for p in model.parameters()]
-
-
-# --- bytes -----------------------------------------------------------------------------------
-
-
-def test_bytes_of_a_tensor_are_its_own_memory() -> None:
-    x = torch.ones(2, 3, dtype=torch.int16)
-    found = byte_view(x)
-    found[:2] = 0
-    assert found.shape == (12,) and x.flatten().tolist() == [0, 1, 1, 1, 1, 1]
-    assert not byte_view(nn.Parameter(torch.ones(2))).requires_grad
