@@ -181,7 +181,7 @@ class StreamLanes:
     def __init__(self, device: Accelerator, delays: Delays | None = None) -> None:
         """Create the streams; delays are on the device."""
         self._device, self._delays = device, delays
-        self._streams = {lane: device.new_stream() for lane in LANES if lane is not Lane.COMPUTE}
+        self._streams = {lane: device.new_stream() for lane in LANES[1:]}  # all but compute
         self._threads = _Threads()
         self._order: weakref.WeakKeyDictionary[Program, _Order] = weakref.WeakKeyDictionary()
         # Of the last pass, and used again: a wait is for what was recorded when it was enqueued.
