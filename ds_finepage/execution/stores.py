@@ -8,23 +8,19 @@ copies masters into the arena. See [Note: how a change of a weight is noticed].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.collectives import RankParts
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.disk import files_of
 from ds_finepage.execution.file_weights import FileWeights
 from ds_finepage.execution.masters import HostWeight, rehome
-from ds_finepage.execution.shown import VERSION, Shown, has_version
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
-from ds_finepage.graph.parts import with_parts
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.execution.weight_places import VERSION, PlaceTable, Shown, has_version
 from ds_finepage.units import align_up
 
 BLOCK_ALIGNMENT = 512
@@ -52,7 +48,7 @@ class WeightChanges:
 NO_CHANGES = WeightChanges()
 
 
-class WeightTable:
+class WeightTable(PlaceTable):
     """All weights of a module, tied ones once.
 
     Attributes:
@@ -60,14 +56,13 @@ class WeightTable:
         masters: Qualified name -> bytes in host memory, 1-d uint8.
         on_device: Qualified name -> the whole weight on the device, from :meth:`load_all` to
             :meth:`unload`; empty otherwise.
-        files: The weights that lie in files.
     """
 
     def __init__(self, weights: Iterable[HostWeight], device: torch.device) -> None:
         """Take the weights; :meth:`install` then frees their device bytes."""
         self._weights = list(weights)
         self._device = device
-        self._shown: dict[int, Shown] = {}  # by id(parameter)
+        self._shown = {}  # by id(parameter)
         self._used: list[DataWatch] = []
         self.masters: dict[str, torch.Tensor] = {}
         self.on_device: dict[str, torch.Tensor] = {}
@@ -80,22 +75,6 @@ class WeightTable:
         self.masters.clear()
         self.masters.update({w.name: w.master for w in self._weights})
         self.files.follow({w.name: w.source for w in self._weights if w.source is not None})
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights."""
-        return sum(w.nbytes for w in self._weights)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of their masters in this process, and copies of those that are mapped files."""
-        held = sum(w.master.numel() for w in self._weights if w.source is None)
-        return held + self.files.host_bytes
-
-    @property
-    def parts(self) -> RankParts | None:
-        """The ranks that hold the masters together; None where this rank has all of them."""
-        return next((w.parts for w in self._weights if w.parts is not None), None)
 
     @property
     def block_bytes(self) -> int:
@@ -150,54 +129,6 @@ class WeightTable:
         self.unload()
         self._index()
         self.install()
-
-    # Weights that are not whole in host memory.
-
-    def parted(self, graph: TaskGraph) -> TaskGraph:
-        """Return a taskgraph that says which weights lie in parts on several ranks."""
-        parts = self.parts
-        if parts is None:
-            return graph
-        whole_bytes = {w.name: w.nbytes for w in self._weights if w.parts is not None}
-        return with_parts(graph, whole_bytes, parts.num_ranks)
-
-    def forget_files(self) -> None:
-        """Keep all weights in host memory; on a CPU mapped files are as good."""
-        device = device_of(self._device)
-        for weight in (w for w in self._weights if w.source is not None):
-            weight.source, mapped = None, weight.master
-            weight.master = device.pinned(mapped)
-            if weight.master is not mapped:
-                set_data(weight.parameter, weight.value)  # one weight at a time is there twice
-        self._index()
-
-    @contextmanager
-    def in_form(self) -> Iterator[None]:
-        """Give parameters in parts, or in files, the form of whole weights during a call."""
-        others = [s for s in self._shown.values() if s.form is not None]
-        for shown in others:
-            assert shown.form is not None
-            set_data(shown.weight.parameter, shown.form)
-        try:
-            yield
-        finally:
-            for shown in others:
-                set_data(shown.weight.parameter, shown.view)
-
-    def require_whole(self, what: str) -> None:
-        """Refuse what runs without a plan if this rank has parts of the weights only.
-
-        Raises:
-            StoreError: Some weights lie in parts on several ranks.
-        """
-        parts = self.parts
-        if parts is not None:
-            raise StoreError(
-                f"{what} cannot run without a plan on {parts.num_ranks} ranks, because each of "
-                f"them has a part of every weight. Start with --num_gpus 1, set "
-                f"tensor_parallel.autotp_size to {parts.num_ranks}, or set finepage.enabled to "
-                f"false for stock ZeRO-Inference."
-            )
 
     # Buffers.
 
