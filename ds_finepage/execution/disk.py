@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_finepage.errors import StoreError
-from ds_finepage.execution.device import Accelerator, device_of
+from ds_finepage.execution.device import device_of
 from ds_finepage.units import align_up
 
 logger = logging.getLogger(__name__)
@@ -270,8 +270,7 @@ class FileReader:
             for part in read.parts(threads, self._direct):
                 target[done : done + part.numel()].copy_(part, non_blocking=True)
                 done += part.numel()
-                if isinstance(device, Accelerator):
-                    device.synchronize_stream()  # the next read takes the place of this one
+                device.synchronize_stream()  # the next read takes the place of this one
         except BaseException:
             self._forget()
             raise

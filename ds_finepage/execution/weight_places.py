@@ -14,7 +14,7 @@ import torch
 
 from ds_finepage.errors import StoreError
 from ds_finepage.execution.collectives import RankParts
-from ds_finepage.execution.device import device_of
+from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.file_weights import FileWeights
 from ds_finepage.execution.masters import HostWeight
 from ds_finepage.execution.watch import DataWatch, data_of, set_data
@@ -49,19 +49,13 @@ class Shown:
                 self.form = torch.empty_strided(shape, stride, dtype=dtype)
                 self.form.untyped_storage().resize_(0)  # a form without bytes
             return
-        if self.weight.source is not None and device.is_accelerator:
+        if self.weight.source is not None and isinstance(device, Accelerator):
             self.view = self.weight.value  # no device reads the pages of a file
             self.form = self.weight.shaped(device.form(self.weight.master))
         else:
             self.view = self.weight.shaped(device.show(self.weight.master))
         if not self.shows_view:
             set_data(self.weight.parameter, self.view)
-
-    def show_form(self, *, is_whole: bool) -> None:
-        """Give a parameter the form of the whole weight on the device, or take it away."""
-        form = self.form if is_whole else self.view
-        assert form is not None
-        set_data(self.weight.parameter, form)
 
     @property
     def shows_view(self) -> bool:
@@ -156,12 +150,13 @@ class PlaceTable:
         """Give parameters in parts, or in files, the form of whole weights during a call."""
         others = [s for s in self._shown.values() if s.form is not None]
         for shown in others:
-            shown.show_form(is_whole=True)
+            assert shown.form is not None
+            set_data(shown.weight.parameter, shown.form)
         try:
             yield
         finally:
             for shown in others:
-                shown.show_form(is_whole=False)
+                set_data(shown.weight.parameter, shown.view)
 
     def require_whole(self, what: str) -> None:
         """Refuse what runs without a plan if this rank has parts of the weights only.
