@@ -124,7 +124,7 @@ def to_table(results: Results) -> Table:
     rows = []
     for label, cell, bound in lines:
         for rank in range(num_ranks):
-            found = [run.of_rank(rank) if num_ranks > 1 else run for run in runs]
+            found = [run.ranks[rank] if num_ranks > 1 else run for run in runs]
             at = label if num_ranks == 1 else f"{label}, rank {rank}"
             rows.append((at, *map(cell, found), bound(found[-1]) if bound and found else ""))
     titles = {STOCK: "stock ZeRO-Inference", OURS: "ds_finepage"}

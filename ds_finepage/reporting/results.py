@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -94,18 +94,6 @@ class PhaseFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRun:
-    """The figures of one rank of a run on several; :class:`Run` describes them."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-    tokens_equal: bool | None
-    peak_bytes: int | None
-    prefill: PhaseFigures
-    decode: PhaseFigures
-    host_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One arm with one batch. If it did not run, ``reason`` says why, and figures are None.
 
@@ -130,8 +118,8 @@ class Run:
         pinned_bytes: Pinned host memory.
         settings: Settings that the arm was run with, as the user would write them.
         notes: Remarks for the reader of the table.
-        ranks: The figures of each rank, where there are several. The peak and the host memory of
-            the run are then the most of any rank, and its other figures those of rank 0.
+        ranks: The run as each rank saw it, where there are several. The peak and the host memory
+            of the run are then the most of any rank, and its other figures those of rank 0.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -154,7 +142,7 @@ class Run:
     pinned_bytes: int | None = None
     settings: dict[str, str | int | float | bool]
     notes: tuple[str, ...] = ()
-    ranks: tuple[RankRun, ...] = ()
+    ranks: tuple[Run, ...] = ()
 
     @property
     def holds_budget(self) -> bool:
@@ -173,10 +161,6 @@ class Run:
         """The names of the folders of all its ranks."""
         return names_of_ranks(self.name, len(self.ranks))
 
-    def of_rank(self, rank: int) -> Run:
-        """Return the run as one rank saw it."""
-        return replace(self, **{f.name: getattr(self.ranks[rank], f.name) for f in fields(RankRun)})
-
 
 def names_of_ranks(run_name: str, num_ranks: int) -> list[str]:
     """Return the names of the folders of a run; that of rank 0 has the name of the run.
@@ -194,14 +178,13 @@ def over_ranks(runs: Sequence[Run]) -> Run:
     Args:
         runs: What each rank found; all of them ran.
     """
-    ranks = tuple(RankRun(**{f.name: getattr(r, f.name) for f in fields(RankRun)}) for r in runs)
     return replace(
         runs[0],
-        tokens_equal=all(rank.tokens_equal for rank in ranks),
-        peak_bytes=max(rank.peak_bytes or 0 for rank in ranks),
-        host_bytes=max(rank.host_bytes or 0 for rank in ranks),
+        tokens_equal=all(run.tokens_equal for run in runs),
+        peak_bytes=max(run.peak_bytes or 0 for run in runs),
+        host_bytes=max(run.host_bytes or 0 for run in runs),
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
-        ranks=ranks,
+        ranks=tuple(runs),
     )
 
 
@@ -227,7 +210,7 @@ class Results:
     date: str
     command: str
     runs: tuple[Run, ...] = ()
-    format: Literal[4] = 4
+    format: Literal[5] = 5
     kind: Literal["ds_finepage results"] = "ds_finepage results"
 
     @classmethod

@@ -93,8 +93,7 @@ def footnotes(results: Results) -> str:
 def _of_ranks(runs: Sequence[Run]) -> Iterator[Run]:
     """Yield each run on several ranks once a rank, with the rank behind the name of its arm."""
     for run in runs:
-        for rank in range(len(run.ranks)):
-            found = run.of_rank(rank)
+        for rank, found in enumerate(run.ranks):
             yield replace(found, arm=f"{run.arm}, rank {rank}")
 
 

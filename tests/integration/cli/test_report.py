@@ -99,13 +99,6 @@ def test_what_has_nothing_to_show_is_refused(
 
 
 @COMMANDS
-def test_a_folder_of_another_version(folder: Path, cli: Cli, command: str) -> None:
-    path = folder / RESULTS_FILE
-    path.write_text(path.read_text().replace('"format": 4', '"format": 0'))
-    cli.refuses(command, folder, says="of this version of ds_finepage: format: ")
-
-
-@COMMANDS
 def test_a_damaged_plan(folder: Path, cli: Cli, command: str) -> None:
     path = run_folder(folder, "finepage_b1") / "decode.plan.json"
     path.write_text(path.read_text()[:400])

@@ -12,7 +12,7 @@ import pytest
 
 from ds_finepage.cli import compare as command
 from ds_finepage.compare.arms import ARMS
-from ds_finepage.reporting.results import RESULTS_FILE, CompareSettings, Results, save_results
+from ds_finepage.reporting.results import CompareSettings, Results, save_results
 from tests.commands import Cli
 from tests.unit.compare.runs import DS_CONFIG, results, run
 
@@ -258,15 +258,6 @@ def test_a_resumed_comparison_has_the_same_settings(
     says = "new_tokens was 5 and is 9; hardware was 't4' and is 'v100-16gb'"
     call.refuses("--out", tmp_path, "--resume", "--new", "9", "--hardware", "v100-16gb", says=says)
     assert len(compared.starts) == 1
-
-
-def test_results_of_another_version_are_refused(call: Cli, tmp_path: Path) -> None:
-    call("--out", tmp_path)
-    path = tmp_path / RESULTS_FILE
-    path.write_text(path.read_text().replace('"format": 4', '"format": 99'))
-    says = "of this version of ds_finepage: format: Input should be 4"
-    call.refuses("--out", tmp_path, "--resume", says=says)
-    assert '"format": 99' in path.read_text()
 
 
 def test_the_report_of_a_single_run_is_no_comparison(call: Cli, tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import load_request
 from ds_finepage.compare.orchestrate import WHOLE_ON_ONE
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
-from ds_finepage.reporting.results import PhaseFigures, Run, load_results, run_folder, save_passes
+from ds_finepage.reporting.results import (
+    PhaseFigures,
+    load_results,
+    over_ranks,
+    run_folder,
+    save_passes,
+)
 from ds_finepage.reporting.tables import tables
 from tests.commands import Cli
 from tests.unit.compare.runs import results, run
@@ -127,13 +133,8 @@ def test_the_table_has_a_line_for_each_rank(ranks: FakeRanks) -> None:
 
 
 def test_a_trace_has_a_process_for_each_rank(tmp_path: Path, cli: Cli) -> None:
-    def on_two(each: Run) -> Run:
-        figures = {"tokens_equal": True, "peak_bytes": 1, "host_bytes": 1}
-        rank = {**figures, "prefill": PhaseFigures(), "decode": PhaseFigures()}
-        made = RUNS.validate_python({**dataclasses.asdict(each), "ranks": (rank, rank)})
-        return made if each.arm == "finepage" else each
-
-    two = dataclasses.replace(RESULTS, runs=tuple(map(on_two, RESULTS.runs)))
+    *others, ours = RESULTS.runs
+    two = dataclasses.replace(RESULTS, runs=(*others, over_ranks([ours, ours])))
     folder = make_folder(tmp_path / "results", two)
     of_rank = run_folder(folder, "finepage_b1_rank1")
     of_rank.mkdir()

@@ -79,8 +79,8 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, text: str) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     save_results(RESULTS, tmp_path)
     path = tmp_path / results.RESULTS_FILE
-    path.write_text(path.read_text().replace('"format": 4', '"format": 0'))
-    with pytest.raises(ConfigError, match="version of ds_finepage: format: Input should be 4"):
+    path.write_text(path.read_text().replace('"format": 5', '"format": 0'))
+    with pytest.raises(ConfigError, match="version of ds_finepage: format: Input should be 5"):
         load_results(tmp_path)
 
 
