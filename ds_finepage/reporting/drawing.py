@@ -11,7 +11,6 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.reporting.findings import BudgetLine
-from ds_finepage.reporting.layers import LayerBytes
 from ds_finepage.reporting.memory import MemoryKind, MemorySeries, stalls
 from ds_finepage.units import BYTE_UNITS, NS_PER_S, TIME_UNITS, format_bytes, format_ns, unit_for
 
@@ -166,27 +165,28 @@ def draw_lanes(rows: Sequence[tuple[str, Timeline]], title: str) -> Figure:
     return figure
 
 
-def draw_layers(layers: Sequence[LayerBytes], title: str) -> Figure:
+def draw_layers(layers: Mapping[str, Sequence[int]], title: str) -> Figure:
     """Draw the bytes of each layer that stay on the device, and those that each pass reloads.
 
     Args:
-        layers: The layers, in the order of the model.
+        layers: Both by the name of the layer, in the order of the model.
         title: Stands above.
     """
     figure, (axes,) = _figure(title, 1, height=3.4)
-    most = max([1, *(x.resident_bytes + x.missing_bytes for x in layers)])
+    most = max([1, *map(sum, layers.values())])
     unit, name = unit_for(most, BYTE_UNITS)
     at = list(range(len(layers)))
-    kept = [layer.resident_bytes / unit for layer in layers]
-    missing = [layer.missing_bytes / unit for layer in layers]
+    kept = [nbytes / unit for nbytes, _ in layers.values()]
+    missing = [nbytes / unit for _, nbytes in layers.values()]
+    labels = [name.rpartition(".")[2] for name in layers]
     axes.bar(at, kept, color=BLUE, label="stays on the device", width=0.8)
     axes.bar(at, missing, bottom=kept, color=SKY, hatch="///", label="missing", width=0.8)
     for container in axes.containers[1]:
         container.set_edgecolor("white")
         container.set_linewidth(0)
     step = max(1, -(-len(layers) // 36))
-    shown = [i for i, x in enumerate(layers) if not x.label.isdecimal() or i % step == 0]
-    axes.set_xticks(shown, [layers[i].label for i in shown])
+    shown = [i for i, label in enumerate(labels) if not label.isdecimal() or i % step == 0]
+    axes.set_xticks(shown, [labels[i] for i in shown])
     rotates = len(shown) > MOST_LEVEL_LABELS
     axes.tick_params(axis="x", labelrotation=90 if rotates else 0, length=0)
     axes.set_xlabel("layer")

@@ -111,7 +111,7 @@ def pictures_of_pass(
     layers = bytes_by_layer(found.memgraph)
     if layers:
         title = f"Weights of each layer ({where})"
-        missing = sum(layer.missing_bytes for layer in layers)
+        missing = sum(nbytes for _, nbytes in layers.values())
         sentence = (
             "The dark part of a bar stays on the device from pass to pass. The light part is "
             f"missing, and each pass copies it: {format_bytes(missing)} in all."

@@ -11,7 +11,6 @@ import pytest
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.reporting import drawing
-from ds_finepage.reporting.layers import LayerBytes
 from ds_finepage.reporting.memory import memory_over_time, stalls
 from ds_finepage.units import KIB, MIB
 from tests.unit.reporting.folders import planned
@@ -76,10 +75,7 @@ def test_a_policy_without_a_plan_says_why() -> None:
 
 
 def test_layers_are_bars_of_two_parts() -> None:
-    layers = [
-        LayerBytes(name="m.embed", resident_bytes=0, missing_bytes=MIB),
-        LayerBytes(name="m.0", resident_bytes=2 * MIB, missing_bytes=MIB),
-    ]
+    layers = {"m.embed": [0, MIB], "m.0": [2 * MIB, MIB]}
     (axes,) = drawing.draw_layers(layers, "").axes
     kept, missing = axes.containers
     assert [bar.get_height() for bar in kept] == [0, 2]
