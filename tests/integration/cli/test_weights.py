@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finepage import api, whatif
+from ds_finepage import whatif
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.cli import grid
 from ds_finepage.config import DeviceBudget
@@ -141,20 +141,6 @@ def test_packed_weights_need_a_third_of_the_least_budget(
     assert least[weights] <= share * least["bf16"]
 
 
-def test_the_function_plans_packed_weights_too(model: str) -> None:
-    planned = api.plan_model(
-        model,
-        phase="decode",
-        batch=1,
-        seq=64,
-        device_budget="60%weights",
-        hardware="t4",
-        weights="int8",
-        weights_group=128,
-    )
-    assert planned.figures.weights == "int8, group 128"
-
-
 def test_four_bits_reload_at_most_three_tenths_under_the_same_share(
     tmp_path: Path, cli: Cli
 ) -> None:
@@ -189,12 +175,6 @@ def test_a_grid_without_forms_has_no_column_for_them(model: str, cli: Cli) -> No
     assert "weights" not in cli(*commands(model)["grid"]).out
     cells = cli.json(*commands(model)["grid"])["cells"]
     assert [cell["weights"] for cell in cells] == [None]
-
-
-def test_the_json_of_a_grid_names_the_forms(model: str, cli: Cli) -> None:
-    forms = ["--weights", "int8,int4", "--weights-group", "32"]
-    command = cli.json(*commands(model)["grid"], *forms)["command"]
-    assert " --weights int8,int4 --weights-group 32 " in command
 
 
 def test_a_curve_plans_all_forms_under_the_same_budgets(
