@@ -1,6 +1,6 @@
 """Plans of models with published dimensions stay close to the bounds; nothing is run.
 
-The whole table, LLaMA-65B and Llama-2-70B included, is benchmarks/planner_bounds.py's.
+A whole table, LLaMA-65B and Llama-2-70B included, is benchmarks/planner_bounds_2026-11-21.md.
 """
 
 from __future__ import annotations
