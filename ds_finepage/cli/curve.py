@@ -62,10 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         "batch": arguments.batch,
         "prompt_tokens": arguments.seq,
         "hardware": arguments.hardware,
-        "split": not arguments.no_split,
-        "host_memory_bytes": options.host_memory_of(arguments.host_memory),
-        "weights_group": arguments.weights_group,
-        "num_ranks": arguments.ranks,
+        **options.settings_of(arguments),
     }
     made = [(arguments.policy, tuple({**settings, "weights": form}.items())) for form in forms]
     curves = make_curves(made, arguments.points)

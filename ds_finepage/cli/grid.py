@@ -25,7 +25,7 @@ from ds_finepage.cli.output import with_progress
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, ConfigError, PlanInfeasibleError
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.packed import GROUP, UNPACKED
+from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.baselines.zero_search import POLICY as SEARCHED
 from ds_finepage.planning.policies import POLICIES
@@ -147,9 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = options.names_of(arguments.hardware, "--hardware")
     if arguments.host is not None:
         hardware = [f"{name}+{arguments.host}" for name in hardware]
-    profiles = {name: load_profile(name) for name in hardware}
-    for profile in profiles.values():
-        options.note_link(arguments.ranks, profile)
+    for name in hardware:
+        options.note_link(arguments.ranks, load_profile(name))
     cells = [
         Cell(
             model=model,
@@ -169,13 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
             policies,
         )
     ]
-    planner = Planner(
-        profiles=profiles,
-        budget=budget,
-        split=not arguments.no_split,
-        host_memory_bytes=options.host_memory_of(arguments.host_memory),
-        weights_group=arguments.weights_group,
-    )
+    planner = Planner(budget=budget, settings=options.settings_of(arguments))
     results = {cell: planner.plan(cell) for cell in with_progress(cells)}
     if arguments.json:
         document = {
@@ -197,25 +190,19 @@ class Planner:
     """Plans cells; captures each pass once for all cards and policies.
 
     Attributes:
-        profiles: The machines, by name.
         budget: The limit on all device bytes.
-        split: Policies may cut weights, if they can.
-        host_memory_bytes: Host memory of each machine; None if that is not known.
-        weights_group: Weights that share a scale where they are packed.
+        settings: Further settings of each :class:`Modeller`.
     """
 
-    profiles: dict[str, HardwareProfile]
     budget: DeviceBudget
-    split: bool
-    host_memory_bytes: int | None = None
-    weights_group: int = GROUP
+    settings: dict[str, Any]
     _made: dict[Any, Modeller] = field(default_factory=dict, init=False)
 
     def plan(self, cell: Cell) -> Point | str:
         """Plan both passes of a cell; a KV cache that the prefill moves to host memory stays."""
         phase = "prefill"
         try:
-            profile = self.profiles[cell.hardware]
+            profile = load_profile(cell.hardware)
             modeller = self._modeller(cell, profile).at(str(self.budget), profile)
             first = modeller.first(cell.policy)
             phase = "decode"
@@ -237,11 +224,8 @@ class Planner:
                 batch=cell.batch,
                 prompt_tokens=cell.seq,
                 hardware=profile,
-                split=self.split,
-                host_memory_bytes=self.host_memory_bytes,
                 weights=cell.weights,
-                weights_group=self.weights_group,
-                num_ranks=cell.num_ranks,
+                **self.settings,
             )
         return self._made[key]
 

@@ -222,13 +222,19 @@ def add_host_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def host_memory_of(text: str | None) -> int | None:
-    """Read the size of the host memory.
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that are settings of a :class:`Modeller` under any budget.
 
     Raises:
-        ConfigError: It is not a size.
+        ConfigError: The host memory is not a size.
     """
-    return None if text is None else parse_bytes(text, name="--host-memory")
+    size = arguments.host_memory
+    return {
+        "split": not arguments.no_split,
+        "host_memory_bytes": None if size is None else parse_bytes(size, name="--host-memory"),
+        "weights_group": arguments.weights_group,
+        "num_ranks": arguments.ranks,
+    }
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:

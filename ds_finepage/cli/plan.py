@@ -73,20 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
     weights = options.one_form_of(arguments)
     drafts.acceptances_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
-    host_memory_bytes = options.host_memory_of(arguments.host_memory)
+    settings = options.settings_of(arguments)
     profile = options.machine_of(arguments)
     options.note_link(arguments.ranks, profile)
     if arguments.out is not None:
         options.require_writable(arguments.out, force=arguments.force)
 
-    settings = {
+    settings |= {
         "device_budget": str(budget),
         "hardware": arguments.hardware,
-        "split": not arguments.no_split,
-        "host_memory_bytes": host_memory_bytes,
         "weights": weights,
-        "weights_group": arguments.weights_group,
-        "num_ranks": arguments.ranks,
     }
     if is_auto:
         return auto_batch.run(arguments, **settings)

@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from ds_finepage.files import read_file, write_file
 from ds_finepage.reporting.results import ObservedPass
 
 if TYPE_CHECKING:
@@ -65,21 +63,7 @@ class RunRequest:
     is_limited: bool = True
 
 
-_ADAPTER = TypeAdapter(RunRequest)
-
-
-def save_request(request: RunRequest, path: Path) -> None:
-    """Write a request for a worker.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    write_file(path, _ADAPTER.dump_json(request))
-
-
-def load_request(path: Path) -> RunRequest:
-    """Read a request."""
-    return _ADAPTER.validate_json(read_file(path))
+REQUESTS: TypeAdapter[RunRequest] = TypeAdapter(RunRequest)
 
 
 class Engine:

@@ -17,12 +17,12 @@ from rich.console import Console
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.capture.shipped import model_names
 from ds_finepage.compare.arms import ARMS, PLAIN, Arm
-from ds_finepage.compare.engine import Prompts, RunRequest, save_request
+from ds_finepage.compare.engine import REQUESTS, Prompts, RunRequest
 from ds_finepage.compare.modelling import Modelled, model_arm, modeller_of, require_some_arm
 from ds_finepage.compare.processes import last_line, run_process
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE, failed_run
 from ds_finepage.errors import ConfigError, reason_of
-from ds_finepage.files import read_file
+from ds_finepage.files import read_file, write_file
 from ds_finepage.reporting.results import (
     LOG_FILE,
     CompareSettings,
@@ -307,7 +307,7 @@ def run_in_processes(request: RunRequest, folders: Sequence[Path]) -> list[Run]:
     for folder in folders:
         make_empty(folder)
     path, log = folders[0] / "request.json", folders[0] / LOG_FILE
-    save_request(request, path)
+    write_file(path, REQUESTS.dump_json(request))
     command = ["-m", "ds_finepage.compare.worker", str(path), *map(str, folders)]
     status = run_process(command, log, num_ranks=len(folders))
     files = [folder / RUN_FILE for folder in folders]

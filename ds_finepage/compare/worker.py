@@ -28,13 +28,13 @@ import torch
 from pydantic import TypeAdapter
 
 from ds_finepage.compare.arms import ARMS, DRAFTED
-from ds_finepage.compare.engine import Engine, RunRequest, load_request
+from ds_finepage.compare.engine import REQUESTS, Engine, RunRequest
 from ds_finepage.compare.stopwatch import Forward, a_token, median_ns, timed_forwards
 from ds_finepage.errors import reason_of
 from ds_finepage.execution.device import device_of
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.execution.probe import probe
-from ds_finepage.files import write_file
+from ds_finepage.files import read_file, write_file
 from ds_finepage.graph.memgraph import Lane, MemGraph
 from ds_finepage.integrations.deepspeed.one_process import (
     makes_partitions_late,
@@ -220,7 +220,8 @@ def failed_run(request: RunRequest, reason: str, *, out_of_memory: bool = False)
 def main(arguments: list[str]) -> None:
     """Run a request, and write what came of it; a rank of several that failed also says so."""
     path, *folders = map(Path, arguments)
-    request, folder = load_request(path), folders[int(os.environ.get("RANK", "0"))]
+    request = REQUESTS.validate_json(read_file(path))
+    folder = folders[int(os.environ.get("RANK", "0"))]
     logging.basicConfig(level=logging.INFO)
     use_device_of_rank()
     device = device_of(request.device)

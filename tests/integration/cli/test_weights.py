@@ -230,7 +230,7 @@ def test_a_grid_says_that_stock_is_modelled(model: str, cli: Cli) -> None:
 
 
 def test_cells_of_another_form_are_captured_again(model: str) -> None:
-    planner = grid.Planner(profiles={"t4": load_profile("t4")}, budget=DeviceBudget(), split=True)
+    planner = grid.Planner(budget=DeviceBudget(), settings={"split": True})
     results = [
         planner.plan(
             grid.Cell(model=model, hardware="t4", batch=1, seq=64, policy="finepage", weights=form)

@@ -15,7 +15,7 @@ from ds_finepage._compat.torch import _profiler_enabled
 from ds_finepage.compare import finepage_arms, worker, zero_arms
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.checkpoint import make_checkpoint
-from ds_finepage.compare.engine import Engine, save_request
+from ds_finepage.compare.engine import REQUESTS, Engine
 from ds_finepage.compare.modelling import model_arm
 from ds_finepage.compare.worker import NUM_RECORDED, RUN_FILE, RUNS, TOKENS_FILE, Worker
 from ds_finepage.errors import ConfigError, FinepageError
@@ -169,7 +169,8 @@ def fail_with(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         raise error
 
     monkeypatch.setattr(Worker, "run", fail)
-    save_request(request("plain", budget_bytes=7), folder / "request.json")
+    asked = REQUESTS.dump_json(request("plain", budget_bytes=7))
+    (folder / "request.json").write_bytes(asked)
     worker.main([str(folder / "request.json"), str(folder)])
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ds_finepage.compare.arms import ARMS, arms_named
-from ds_finepage.compare.engine import load_request, save_request
 from ds_finepage.compare.zero_arms import with_settings
 from ds_finepage.errors import ConfigError
 from tests.unit.compare.runs import request
@@ -31,13 +30,3 @@ def test_stock_runs_with_the_settings_of_its_arm(tmp_path: Path) -> None:
 def test_an_unknown_arm_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"unknown arm 'zeros'\. Did you mean 'zero'"):
         arms_named(["zeros"])
-
-
-def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
-    given = {
-        "ds_config": {"bf16": {"enabled": True}},
-        "settings": {"stage3_max_live_parameters": 7},
-    }
-    asked = request("zero", "model", **given, batch=2, prompt_ids=((1, 2), (3, 4)))
-    save_request(asked, tmp_path / "request.json")
-    assert load_request(tmp_path / "request.json") == asked

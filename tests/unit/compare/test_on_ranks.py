@@ -12,7 +12,7 @@ import pytest
 
 from ds_finepage.compare import orchestrate
 from ds_finepage.compare.arms import ARMS
-from ds_finepage.compare.engine import load_request
+from ds_finepage.compare.engine import REQUESTS
 from ds_finepage.compare.orchestrate import WHOLE_ON_ONE
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.reporting.results import (
@@ -42,7 +42,7 @@ class FakeRanks(Fake):
         _, _, path, *folders = map(Path, arguments)
         assert len(folders) == num_ranks and log.parent == folders[0]
         for rank, folder in enumerate(folders):
-            request = load_request(path)
+            request = REQUESTS.validate_json(path.read_bytes())
             self.requests.append(request)
             self.act(request.arm)
             phase = PhaseFigures(h2d_bytes=5 + rank, wall_ns=9)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from ds_finepage.compare import orchestrate
-from ds_finepage.compare.engine import RunRequest, load_request
+from ds_finepage.compare.engine import REQUESTS, RunRequest
 from ds_finepage.compare.modelling import modelled_dtype
 from ds_finepage.compare.orchestrate import Comparison, checkpoint_in, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
@@ -82,7 +82,7 @@ class Fake:
 
     def run_process(self, arguments: Sequence[str], log: Path, *, num_ranks: int = 1) -> int:
         log.write_text("loading\nKilled by something\n")
-        request = load_request(Path(arguments[2]))
+        request = REQUESTS.validate_json(Path(arguments[2]).read_bytes())
         self.requests.append(request)
         self.act(request.arm)
         if not self.writes:
