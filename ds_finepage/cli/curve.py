@@ -28,6 +28,7 @@ from ds_finepage.cli import drafts, options, output, quieten_libraries
 from ds_finepage.cli.grid import Point, is_modelled_packing, packing_note
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.planning.policies import policy_named
 from ds_finepage.reporting.figures import of_ranks
 from ds_finepage.reporting.tabular import table_of
 from ds_finepage.units import NS_PER_S, format_bytes, format_ns
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan under many budgets, print the list."""
     config_text(arguments.model)  # refuses one that is not there
     options.require_counts(arguments, "batch", "seq", "ranks")
-    options.require_policies([arguments.policy])
+    policy_named(arguments.policy)  # refuses one that is not there
     forms = options.weights_of(arguments)
     drafts.acceptances_of(arguments)
     if arguments.points < 2:

@@ -28,7 +28,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.packed import UNPACKED
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.baselines.zero_search import POLICY as SEARCHED
-from ds_finepage.planning.policies import POLICIES
+from ds_finepage.planning.policies import POLICIES, policy_named
 from ds_finepage.reporting.figures import of_ranks
 from ds_finepage.reporting.results import installed_versions
 from ds_finepage.units import format_ns
@@ -141,7 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     for model in models:
         config_text(model)  # refuses one that is not there
     policies = options.names_of(arguments.policies, "--policies")
-    options.require_policies(policies)
+    for policy in policies:
+        policy_named(policy)  # refuses one that is not there
     forms = options.weights_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
     hardware = options.names_of(arguments.hardware, "--hardware")

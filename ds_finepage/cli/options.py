@@ -14,7 +14,6 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.hosts import HOSTS
 from ds_finepage.graph.packed import GROUP, PACKED_FORMS, UNPACKED
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.planning.policies import POLICIES
 from ds_finepage.units import parse_bytes, require_count
 
 PROGRAM = "ds-finepage"
@@ -254,17 +253,6 @@ def require_writable(path: Path, *, force: bool) -> None:
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}. Make it first.")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists. Give --force to overwrite it, or name another file.")
-
-
-def require_policies(names: list[str]) -> None:
-    """Refuse policies that do not exist.
-
-    Raises:
-        ConfigError: Unknown policy.
-    """
-    for name in names:
-        if name not in POLICIES:
-            raise ConfigError(f"unknown policy {name!r}. {did_you_mean(name, POLICIES)}")
 
 
 def names_of(text: str, option: str) -> list[str]:

@@ -27,6 +27,7 @@ from ds_finepage.cli.grid import is_modelled_packing, packing_note
 from ds_finepage.config import DeviceBudget, KVPlace
 from ds_finepage.graph import codec
 from ds_finepage.graph.packed import UNPACKED
+from ds_finepage.planning.policies import policy_named
 from ds_finepage.units import format_bytes
 
 
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     config_text(arguments.model)  # refuses one that is not there
     is_auto = auto_batch.is_asked(arguments)
     options.require_counts(arguments, "seq", "ranks")
-    options.require_policies([arguments.policy])
+    policy_named(arguments.policy)  # refuses one that is not there
     weights = options.one_form_of(arguments)
     drafts.acceptances_of(arguments)
     budget = DeviceBudget.parse(arguments.device_budget, name="--device-budget")
