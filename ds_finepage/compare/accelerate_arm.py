@@ -48,7 +48,7 @@ def load(request: RunRequest) -> Engine:
 
 
 class DeviceMapEngine(Engine):
-    """A model under ``dispatch_model``."""
+    """A model under ``dispatch_model``; nothing is copied back."""
 
     def __init__(self, model: Any, device: torch.device, num_modules: int) -> None:
         """Take a model, and the number of modules that stay on the device.
@@ -62,7 +62,6 @@ class DeviceMapEngine(Engine):
             ConfigError: A module has weights beside those of its submodules.
         """
         super().__init__(model, device)
-        self._nbytes = 0
         self._modules = map_modules_of(model)
         self.settings[KEPT] = min(num_modules, len(self._modules))
 
@@ -85,15 +84,11 @@ class DeviceMapEngine(Engine):
             if value is None or is_there or str(device) == "meta":
                 return
             fetched = module.get_parameter(name)
-            self._nbytes += fetched.nbytes
+            self.fetched_bytes += fetched.nbytes
             if fetched.data_ptr() == value.data_ptr():
                 fetched.data = fetched.data.clone()
 
         return exchanged(hooks, _compat.ACCELERATE_SET, counted)
-
-    def copied(self) -> tuple[int, int]:
-        """Return the bytes of all fetches. Nothing is copied back."""
-        return self._nbytes, 0
 
     def close(self) -> None:
         """Take the hooks off; the weights are in host memory again, and tied."""

@@ -18,10 +18,6 @@ class PlainEngine(Engine):
                 weight.data = weight.data.clone()
         self.model.to(self.device)
 
-    def copied(self) -> tuple[int, int]:
-        """Return zeros."""
-        return 0, 0
-
 
 def load(request: RunRequest) -> PlainEngine:
     """Load the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,13 @@ class Forward:
 
     Attributes:
         wall_ns: Its time, until the device was done.
-        h2d_bytes: Bytes that the engine copied to the device; None if it cannot tell.
+        h2d_bytes: Bytes that the engine copied to the device.
         d2h_bytes: Bytes that it copied to the host.
     """
 
     wall_ns: int
-    h2d_bytes: int | None
-    d2h_bytes: int | None
+    h2d_bytes: int
+    d2h_bytes: int
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def timed_forwards(engine: Engine) -> Iterator[list[Forward]]:
         result = original(called, *args, **kwargs)
         device.synchronize()
         took = time.perf_counter_ns() - start
-        h2d, d2h = map(_since, before, engine.copied())
+        h2d, d2h = map(operator.sub, engine.copied(), before)
         forwards.append(Forward(wall_ns=took, h2d_bytes=h2d, d2h_bytes=d2h))
         return result
 
@@ -73,13 +74,9 @@ def a_token(forwards: Sequence[Forward], wall_ns: int, new_tokens: int) -> Forwa
     num_tokens = max(1, new_tokens - 1)
     return Forward(
         wall_ns=(wall_ns - forwards[0].wall_ns) // num_tokens,
-        h2d_bytes=sum(forward.h2d_bytes or 0 for forward in forwards[1:]) // num_tokens,
-        d2h_bytes=sum(forward.d2h_bytes or 0 for forward in forwards[1:]) // num_tokens,
+        h2d_bytes=sum(forward.h2d_bytes for forward in forwards[1:]) // num_tokens,
+        d2h_bytes=sum(forward.d2h_bytes for forward in forwards[1:]) // num_tokens,
     )
-
-
-def _since(before: int | None, now: int | None) -> int | None:
-    return None if before is None or now is None else now - before
 
 
 def median_ns(forwards: Sequence[Forward]) -> int:

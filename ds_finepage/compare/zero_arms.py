@@ -82,20 +82,14 @@ def counting_fetches(add: Callable[[int], None]) -> Iterator[None]:
 
 
 class ZeroEngine(DeepSpeedEngine):
-    """Stock ZeRO-Inference."""
-
-    _nbytes = 0
+    """Stock ZeRO-Inference; weights are dropped, so nothing goes to the host."""
 
     def counting(self) -> AbstractContextManager[None]:
         """Count every fetch, and let it copy."""
         return counting_fetches(self._add)
 
     def _add(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-
-    def copied(self) -> tuple[int, int]:
-        """Return the bytes of all fetches. Weights are dropped, so nothing goes to the host."""
-        return self._nbytes, 0
+        self.fetched_bytes += nbytes
 
 
 def load_under_deepspeed(request: RunRequest, ds_config: Mapping[str, Any]) -> Any:
