@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,9 +12,8 @@ import torch
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.planning.finepage.options import FinepageOptions
-from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.policies import POLICIES
+from ds_finepage.planning.finepage.search import _Search
+from ds_finepage.planning.problem import Problem
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.stats import Stats
 
@@ -28,9 +25,13 @@ POOL_BYTES = 8 << 20
 @contextmanager
 def only_cut_plans() -> Iterator[None]:
     """Let finepage cut weights always: whole ones are often as good for models this small."""
-    options = FinepageOptions(tries_whole=False)
-    cutting = replace(POLICIES["finepage"], plan=partial(plan_finepage, options=options))
-    with mock.patch.dict(POLICIES, finepage=cutting):
+    whole = _Search.try_whole
+
+    def try_whole(search: _Search, problem: Problem) -> None:
+        if not search.plans.tried:
+            whole(search, problem)
+
+    with mock.patch.object(_Search, "try_whole", try_whole):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from ds_finepage.checker.checker import check
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
-from ds_finepage.planning.finepage.options import FinepageOptions
+from ds_finepage.planning.finepage import search
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, live_activation_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
@@ -118,9 +119,10 @@ def test_a_plan_is_never_worse_for_it(seed: int, split: bool) -> None:
     profile = rng.choice([None, load_profile("v100-16gb")])
     figures = []
     for arena_bytes in [least] + [rng.randint(least, ample) for _ in range(3)]:
-        problem = Problem(graph, arena_bytes, ALIGNMENT, profile=profile, split=split)
-        for recomputes in (True, False):
-            plan = plan_finepage(problem, FinepageOptions(recomputes=recomputes))
+        for rewrite in (recompute, lambda graph, **_: graph):
+            problem = Problem(graph, arena_bytes, ALIGNMENT, profile=profile, split=split)
+            with mock.patch.object(search, "recompute", rewrite):
+                plan = plan_finepage(problem)
             total_ns = 0 if profile is None else simulate(plan, profile).total_ns
             figures.append((total_ns, plan.reloaded_bytes + plan.offloaded_bytes))
     for (total_ns, moved), (total_without_ns, moved_without) in zip(

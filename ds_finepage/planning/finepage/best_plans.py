@@ -10,12 +10,22 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.bounds import LowerBound, lower_bound
 from ds_finepage.planning.finepage.forecast import Forecast, Plan, moved_bytes, written
 from ds_finepage.planning.finepage.held_rows import copies_to_host
-from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
 from ds_finepage.planning.simulator import predicted_ns
 from ds_finepage.planning.time_bound import least_time_ns
 from ds_finepage.units import NS_PER_S
+
+GOOD_ENOUGH = 1.02
+"""A plan within this factor of the lower bound of time ends the search for plans of other kinds."""
+
+EQUAL_TIMES = 1.005
+"""Times within this factor of the least are equal, and fewer bytes decide. A plan within this
+factor of the bound makes whole weights needless where weights can be cut. With few bytes, it ends a
+list of candidates."""
+
+FEW_BYTES = 1.02
+"""As many bytes are few, in units of the lower bound of bytes."""
 
 
 class Candidate(NamedTuple):
@@ -35,16 +45,11 @@ class BestPlans:
         has_fastest: Hardly any other can be faster.
     """
 
-    def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
-        """Start without a plan.
-
-        Args:
-            problem: The pass as it was captured.
-            options: The numbers and switches.
-        """
+    def __init__(self, problem: Problem) -> None:
+        """Start without a plan for the pass as it was captured."""
         self.tried: list[Candidate] = []
         self.has_good = self.has_fastest = False
-        self._problem, self._options = problem, options
+        self._problem = problem
 
     # The bounds: no plan moves fewer bytes or takes less time.
 
@@ -59,7 +64,7 @@ class BestPlans:
     @property
     def few_bytes(self) -> float:
         """As many bytes are few for a rank to move; each reloads its part of a weight."""
-        return self._options.few_bytes * self.lower.nbytes / self._problem.graph.num_ranks
+        return FEW_BYTES * self.lower.nbytes / self._problem.graph.num_ranks
 
     @cached_property
     def least_ns(self) -> int:
@@ -93,7 +98,7 @@ class BestPlans:
         """
         if not self.has_good or self._problem.profile is None or self._problem.shared:
             return self.has_good
-        best, equal_ns = self.tried[0], self._options.equal_times * self.least_ns
+        best, equal_ns = self.tried[0], EQUAL_TIMES * self.least_ns
         return best.total_ns <= equal_ns and best.moved_bytes <= self.few_bytes
 
     def may_win(self, moved: int, num_copies: int) -> bool:
@@ -108,10 +113,10 @@ class BestPlans:
         profile = self._problem.profile
         if profile is None or not self.tried:
             return True
-        equal, best = self._options.equal_times, self.tried[0]
+        best = self.tried[0]
         num_ranks = self._problem.graph.num_ranks
         has_fewer = moved < num_ranks * best.moved_bytes
-        limit_ns = equal * self.fastest_ns if has_fewer else best.total_ns / equal
+        limit_ns = EQUAL_TIMES * self.fastest_ns if has_fewer else best.total_ns / EQUAL_TIMES
         latencies_ns = num_copies * profile.transfer_latency_ns
         rate = profile.h2d_bytes_per_s * num_ranks
         return moved * NS_PER_S <= (limit_ns - latencies_ns) * rate
@@ -127,7 +132,7 @@ class BestPlans:
         """Take a plan, or the same plan with delayed experts, if it is one of the best so far."""
         if plan is None:
             return
-        if isinstance(plan, Forecast) or not self._options.delays_experts:
+        if isinstance(plan, Forecast):
             self._score(plan)
             return
         late = wait_for_routes(plan)
@@ -138,7 +143,7 @@ class BestPlans:
 
     def _score(self, plan: Plan) -> None:
         """Predict a plan's time, hold it against the bound, and take the plan if it is as fast."""
-        moved, profile, options = moved_bytes(plan), self._problem.profile, self._options
+        moved, profile = moved_bytes(plan), self._problem.profile
         if profile is None:
             self._add(Candidate(moved, 0, plan))
             self.has_good = self.has_fastest = self.has_good or moved == 0
@@ -150,13 +155,13 @@ class BestPlans:
             # Beside shared residents no plan comes near the bound of a pass that is alone.
             bound_ns = alone_ns if self._problem.shared else self.least_ns
         self._add(Candidate(moved, total_ns, plan))
-        self.has_good = self.has_good or total_ns <= options.good_enough * bound_ns
-        self.has_fastest = self.has_fastest or total_ns <= options.equal_times * bound_ns
+        self.has_good = self.has_good or total_ns <= GOOD_ENOUGH * bound_ns
+        self.has_fastest = self.has_fastest or total_ns <= EQUAL_TIMES * bound_ns
 
     def _add(self, candidate: Candidate) -> None:
         """Take a plan, unless another one is as good or clearly faster."""
         tried = sorted([*self.tried, candidate], key=lambda found: found[:2])
-        most_ns = self._options.equal_times * min(found.total_ns for found in tried)
+        most_ns = EQUAL_TIMES * min(found.total_ns for found in tried)
         self.tried = []
         for found in tried:
             if found.total_ns <= most_ns and not (self.tried and self.fastest_ns <= found.total_ns):

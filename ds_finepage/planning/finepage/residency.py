@@ -12,7 +12,6 @@ from itertools import accumulate
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.unpacking import unpacked_buffers
-from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.liveness import extent_bytes
 from ds_finepage.planning.problem import Problem
@@ -23,6 +22,16 @@ from ds_finepage.planning.rewrite.split import (
     quantum,
 )
 from ds_finepage.planning.time_bound import alone_ns, end_times_ns
+
+FIXED_SHARE = 0.001
+"""Weights up to this share of the largest one that is no embedding table are always kept: norms,
+biases."""
+
+RING_SHARE = 0.012
+"""Length of the first ring for cut weights, as a share of the bytes that have to be reloaded."""
+
+SLICES_IN_RING = 4
+"""A slice in that ring is at most the ring divided by this."""
 
 RING_WEIGHTS = (1, 1.5, 2)
 """Lengths of the ring for whole weights, in units of each of their three largest sizes (output
@@ -35,6 +44,9 @@ of a pass use many weights. Slices leave gaps, so the ring is a little longer.""
 
 NEARLY_FULL = 0.5
 """Share of the weights that may be missing if a ring for the largest whole ones is tried."""
+
+SLICES_A_TASK = 1.25
+"""Most slices to stream, in units of the tasks, where a longer ring has room."""
 
 ALWAYS_SLICES = 500
 """As many slices are always fine."""
@@ -66,7 +78,6 @@ class WeightClasses:
 
     Attributes:
         problem: The pass and its arena.
-        options: The heuristics.
         sizes: Weight -> bytes of its extent. The scales and minima that are cut with packed numbers
             count with the numbers, and are listed nowhere else.
         order: The weights that may be streamed, by use.
@@ -76,7 +87,6 @@ class WeightClasses:
     """
 
     problem: Problem
-    options: FinepageOptions
     sizes: dict[int, int]
     order: list[int]
     divisible: dict[int, Divisible]
@@ -84,15 +94,12 @@ class WeightClasses:
     fixed_bytes: int
 
     @classmethod
-    def of(
-        cls, problem: Problem, *, may_split: bool, options: FinepageOptions = DEFAULTS
-    ) -> WeightClasses:
+    def of(cls, problem: Problem, *, may_split: bool) -> WeightClasses:
         """Sort the weights of a pass.
 
         Args:
             problem: The pass and its arena.
             may_split: Weights may be cut.
-            options: The heuristics.
         """
         graph = problem.graph
         divisible = {d.buffer: d for d in divisible_weights(graph)} if may_split else {}
@@ -107,7 +114,7 @@ class WeightClasses:
         runs = _used_in_one_run(graph)
         # A table that did not give way to its rows is kept: its lookup would wait for all of it.
         tables = looked_up_bytes(graph)
-        small = options.fixed_share * max((sizes[b] for b in order if b not in tables), default=0)
+        small = FIXED_SHARE * max((sizes[b] for b in order if b not in tables), default=0)
         streamable = [
             b
             for b in order
@@ -122,7 +129,6 @@ class WeightClasses:
         ]
         return cls(
             problem=problem,
-            options=options,
             sizes=sizes,
             order=streamable,
             divisible=divisible,
@@ -144,7 +150,7 @@ class WeightClasses:
             yield RingShape(0, 0)
             return
         for nbytes in self._ring_lengths(room, missing):
-            yield RingShape(nbytes, nbytes // self.options.slices_in_ring)
+            yield RingShape(nbytes, nbytes // SLICES_IN_RING)
         if self.latency_bytes and not self.problem.shared:
             yield from self._rings_of_rows()
             yield from self._large_rings(room, missing)
@@ -154,7 +160,7 @@ class WeightClasses:
         if self.divisible:
             # Half of the largest weight is plenty: a plan of whole weights needs more.
             plenty = max(self.sizes[b] for b in self.divisible) // 2
-            wanted = min(int(missing * self.options.ring_share), plenty)
+            wanted = min(int(missing * RING_SHARE), plenty)
             nbytes = self.aligned(max(self.least_ring_bytes(), wanted))
             has_room = nbytes + self.fixed_bytes <= room
             yield nbytes if has_room else self.least_ring_bytes()
@@ -282,7 +288,7 @@ class WeightClasses:
             return False
         if ring.slice_bytes < self.latency_bytes:
             return True
-        most = self.options.slices_a_task * len(self.problem.graph.tasks)
+        most = SLICES_A_TASK * len(self.problem.graph.tasks)
         most = max(most, ALWAYS_SLICES)
         return self.missing_bytes(room - ring.nbytes) > ring.slice_bytes * most
 

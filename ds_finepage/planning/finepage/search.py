@@ -34,7 +34,6 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.best_plans import BestPlans
 from ds_finepage.planning.finepage.forecast import Plan
 from ds_finepage.planning.finepage.held_rows import ways_to_hold
-from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.small_arena import plans_without_ring
@@ -51,14 +50,13 @@ from ds_finepage.planning.rewrite.exact_slices import (
 from ds_finepage.planning.rewrite.recompute import recompute
 
 
-def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemGraph:
+def plan_finepage(problem: Problem) -> MemGraph:
     """Plan a cyclic pass: the fastest plan, and among equally fast ones the one with fewest bytes.
 
     Args:
         problem: The pass and its arena. With ``split``, matrix products are cut along their output
             features, and embedding tables are replaced by looked-up rows. With ``shared``, these
             residents are left in place as far as there is room, and nothing else is kept.
-        options: The numbers and switches.
 
     Returns:
         The plan. Its taskgraph differs from the problem's if weights are cut or cheap tasks run
@@ -69,20 +67,19 @@ def plan_finepage(problem: Problem, options: FinepageOptions = DEFAULTS) -> MemG
     """
     problem = dataclasses.replace(problem, entry=())  # a cyclic pass begins as it ends
     if problem.shared:
-        beside = _Search(problem, options)
+        beside = _Search(problem)
         beside.try_both_graphs(beside.try_shared)
         if beside.plans.best is not None:
             return beside.plans.best
         problem = dataclasses.replace(problem, shared=())
-    search = _Search(problem, options)
+    search = _Search(problem)
     if problem.split:
         search.try_both_graphs(search.try_cutting)
     if not search.plans.tried:
         problem = _in_exact_slices(problem)
         problem.require_feasible()
-        search = _Search(problem, options)
-    wants_whole = options.tries_whole or not problem.split
-    if not search.plans.tried or (wants_whole and not search.plans.has_fastest):
+        search = _Search(problem)
+    if not search.plans.has_fastest:
         rows = _with_rows(problem) if problem.split else problem
         if not search.plans.tried or rows.is_feasible:
             search.try_both_graphs(search.try_whole)
@@ -108,9 +105,9 @@ class _Search:
         plans: The best of them.
     """
 
-    def __init__(self, problem: Problem, options: FinepageOptions = DEFAULTS) -> None:
-        self._problem, self._options = problem, options
-        self.plans = BestPlans(problem, options)
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self.plans = BestPlans(problem)
         self._lacks_ring = False  # with cut weights, in the pass as it is
 
     def try_both_graphs(self, attempt: Callable[[Problem], None]) -> None:
@@ -118,17 +115,15 @@ class _Search:
         problem = self._problem
         attempt(problem)
         self._lacks_ring = not self.plans.tried
-        if self.plans.moves_nothing or self.plans.has_good or not self._options.recomputes:
+        if self.plans.moves_nothing or self.plans.has_good:
             return
-        share = self._options.fixed_share
-        lowest = partial(recompute, alignment=problem.alignment, tiny_share=share)
-        again = problem.once(("recompute",), lowest)
+        again = problem.once(("recompute",), partial(recompute, alignment=problem.alignment))
         if again is not problem.graph:
             attempt(problem.of(again))
 
     def try_cutting(self, problem: Problem) -> None:
         """Offer plans that cut weights, unless all weights fit as they are."""
-        self.plans.offer_all(resident_plans(problem, self._options))
+        self.plans.offer_all(resident_plans(problem))
         if not self.plans.moves_nothing:
             self.plans.offer_all(self._streaming_plans(_with_rows(problem), may_split=True))
 
@@ -154,7 +149,6 @@ class _Search:
             yield from streaming_plans(
                 problem,
                 may_split=may_split,
-                options=self._options,
                 may_win=self.plans.may_win,
                 held=held,
             )
@@ -167,25 +161,19 @@ def _with_rows(problem: Problem, kept: frozenset[int] = frozenset()) -> Problem:
     return problem.of(problem.once(("rows", kept), partial(gather_rows, kept=kept)))
 
 
-def min_split_arena_bytes(
-    graph: TaskGraph, alignment: int, options: FinepageOptions = DEFAULTS
-) -> int:
+def min_split_arena_bytes(graph: TaskGraph, alignment: int) -> int:
     """Return the smallest arena in which ``finepage`` finds a plan that may cut weights.
 
     Args:
         graph: The pass.
         alignment: Of extents, in bytes.
-        options: The numbers and switches.
     """
     least, rows = min_arena_bytes(graph, alignment), gather_rows(graph)
     if exact_units(rows):
         least = min(least, least_sliced_bytes(rows, alignment))
-    graphs = [graph]
-    if options.recomputes:
-        graphs.append(recompute(graph, alignment, tiny_share=options.fixed_share))
-    for candidate in graphs:
+    for candidate in (graph, recompute(graph, alignment)):
         problem = Problem(gather_rows(candidate), 0, alignment)
-        weights = WeightClasses.of(problem, may_split=True, options=options)
+        weights = WeightClasses.of(problem, may_split=True)
         ring_bytes = weights.least_ring_bytes() if weights.order else 0
         least = min(least, top_of(place_activations(problem)) + weights.fixed_bytes + ring_bytes)
     return least

@@ -9,8 +9,7 @@ from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
 from ds_finepage.planning.finepage.forecast import Forecaster, Plan, can_forecast
 from ds_finepage.planning.finepage.held_rows import Held, ways_to_hold
-from ds_finepage.planning.finepage.options import DEFAULTS, FinepageOptions
-from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
+from ds_finepage.planning.finepage.residency import FIXED_SHARE, RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
@@ -19,25 +18,22 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import packed_units
 
 
-def resident_plans(
-    problem: Problem, options: FinepageOptions = DEFAULTS
-) -> Iterator[MemGraph | None]:
+def resident_plans(problem: Problem) -> Iterator[MemGraph | None]:
     """Yield the plans that reload nothing, if all weights fit."""
-    weights = WeightClasses.of(problem, may_split=False, options=options)
+    weights = WeightClasses.of(problem, may_split=False)
     if weights.missing_bytes(problem.arena_bytes) > 0:
         return
     for held in ways_to_hold(problem):
         placed = place_activations(problem, held)
         if weights.missing_bytes(problem.arena_bytes - top_of(placed)) <= 0:
             whole = Choice(problem.graph, [])
-            yield plan_streaming(problem, whole, placed, 0, options)
+            yield plan_streaming(problem, whole, placed, 0)
 
 
 def streaming_plans(
     problem: Problem,
     *,
     may_split: bool,
-    options: FinepageOptions = DEFAULTS,
     may_win: Callable[[int, int], bool] = lambda *_: True,
     held: Held | None = None,
 ) -> Iterator[Plan | None]:
@@ -46,12 +42,11 @@ def streaming_plans(
     Args:
         problem: The pass and its arena. If it has shared residents, nothing else is kept.
         may_split: Weights may be cut.
-        options: The heuristics.
         may_win: Tells whether a plan that reloads at least so many bytes, in at least so many
             copies, is of use.
         held: The activations whose bytes stay taken after their last use.
     """
-    weights = WeightClasses.of(problem, may_split=may_split, options=options)
+    weights = WeightClasses.of(problem, may_split=may_split)
     placed = place_activations(problem, held)
     yield from _plans_of(weights, placed, may_win)
     if weights.rows:
@@ -127,8 +122,7 @@ class RingPlanner:
         return self._forecaster.forecast(choice.graph, choice.streamed, ring.nbytes, write)
 
     def _write(self, choice: Choice, ring: RingShape) -> MemGraph | None:
-        problem, options = self._weights.problem, self._weights.options
-        return plan_streaming(problem, choice, self._placed, ring.nbytes, options)
+        return plan_streaming(self._weights.problem, choice, self._placed, ring.nbytes)
 
 
 def plan_streaming(
@@ -136,7 +130,6 @@ def plan_streaming(
     choice: Choice,
     placed: dict[int, Extent],
     ring_bytes: int,
-    options: FinepageOptions = DEFAULTS,
 ) -> MemGraph | None:
     """Plan with a choice of weights to stream.
 
@@ -146,7 +139,6 @@ def plan_streaming(
         placed: The extents of the activations. Cutting appends tasks, but it does not change the
             order of live ranges, so these extents hold for the cut pass too.
         ring_bytes: Length of the ring.
-        options: The heuristics.
 
     Returns:
         None if the kept weights or a streamed one do not fit.
@@ -155,7 +147,7 @@ def plan_streaming(
     elsewhere = {*choice.streamed, *choice.shared}
     kept = [b for b in weights_by_first_use(cut.graph) if b not in elsewhere]
     sizes = cut.sizes(kept)
-    small = options.fixed_share * max(sizes.values(), default=0)
+    small = FIXED_SHARE * max(sizes.values(), default=0)
     units = packed_units(cut.graph)
     behind = {b for lead, unit in units.items() if lead in sizes for b in unit}
     first = [b for b in kept if b not in behind]

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.graph.unpacking import POINTWISE_OPS, packet_of
-from ds_finepage.planning.finepage.options import DEFAULTS
+from ds_finepage.planning.finepage.residency import FIXED_SHARE
 from ds_finepage.planning.liveness import extent_bytes, live_activation_bytes
 from ds_finepage.planning.rewrite.clones import Clone, insert_clones
 from ds_finepage.planning.rewrite.embeddings import looked_up_bytes
@@ -35,9 +35,7 @@ MAX_CHAIN = 8
 """Most tasks that run again for one buffer; a rotary table takes seven."""
 
 
-def recompute(
-    graph: TaskGraph, alignment: int, *, tiny_share: float = DEFAULTS.fixed_share
-) -> TaskGraph:
+def recompute(graph: TaskGraph, alignment: int) -> TaskGraph:
     """Run cheap tasks again to lower the peak of live activations as far as they can.
 
     One buffer after another is freed wherever it is idle and activations are largest, until none
@@ -47,18 +45,16 @@ def recompute(
     Args:
         graph: The pass.
         alignment: Of extents, in bytes.
-        tiny_share: Weights up to this share of the largest that is no embedding table are always
-            resident, so clones may read them.
 
     Returns:
         A taskgraph that computes the same values by the same ops; ``graph`` itself if its peak is
         the lowest.
     """
-    best, lower = graph, _with_lower_peak(graph, alignment, tiny_share)
+    best, lower = graph, _with_lower_peak(graph, alignment)
     while lower is not None:
         if _peak(lower, alignment)[0] < _peak(best, alignment)[0]:
             best = lower
-        lower = _with_lower_peak(lower, alignment, tiny_share)
+        lower = _with_lower_peak(lower, alignment)
     return best
 
 
@@ -69,12 +65,12 @@ def _peak(graph: TaskGraph, alignment: int) -> tuple[int, list[int]]:
     return peak, [task for task, nbytes in enumerate(live) if nbytes == peak]
 
 
-def _with_lower_peak(graph: TaskGraph, alignment: int, tiny_share: float) -> TaskGraph | None:
+def _with_lower_peak(graph: TaskGraph, alignment: int) -> TaskGraph | None:
     """Free one buffer where it is idle at the peak; None if none can be made again below it."""
     peak, tasks = _peak(graph, alignment)
     if not tasks:
         return None
-    maker = _Maker(graph, alignment, tiny_share)
+    maker = _Maker(graph, alignment)
     for buffer in sorted(range(len(graph.buffers)), key=lambda b: -graph.buffers[b].nbytes):
         clones = list(maker.clones(buffer, tasks))
         if not clones:
@@ -89,7 +85,7 @@ def _with_lower_peak(graph: TaskGraph, alignment: int, tiny_share: float) -> Tas
 class _Maker:
     """Finds the tasks that make a buffer again."""
 
-    def __init__(self, graph: TaskGraph, alignment: int, tiny_share: float) -> None:
+    def __init__(self, graph: TaskGraph, alignment: int) -> None:
         self._graph, tables = graph, looked_up_bytes(graph)
         self._sizes = [extent_bytes(b.nbytes, alignment) for b in graph.buffers]
         self._changes: list[list[int]] = [[] for _ in graph.buffers]
@@ -97,7 +93,7 @@ class _Maker:
             for buffer in (*task.writes, *task.touches):
                 self._changes[buffer].append(task.index)
         weights = [b for b in graph.buffers if b.kind is BufferKind.WEIGHT and b.id not in tables]
-        self._tiny_bytes = tiny_share * max((b.nbytes for b in weights), default=0)
+        self._tiny_bytes = FIXED_SHARE * max((b.nbytes for b in weights), default=0)
 
     def clones(self, buffer: int, tasks: list[int]) -> Iterator[Clone]:
         """Yield the clones that make a buffer again after it was idle during some of the tasks."""

@@ -11,15 +11,15 @@ from ds_finepage.checker.checker import check
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.bounds import lower_bound
-from ds_finepage.planning.finepage import search
+from ds_finepage.planning.finepage import best_plans, search
 from ds_finepage.planning.finepage.held_rows import Held, copies_to_host, ways_to_hold
-from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import predicted_ns, simulate
 from ds_finepage.planning.time_bound import least_time_ns
+from tests.integration.parity import only_cut_plans
 from tests.unit.planning.sketches import sketch
 from tests.unit.planning.test_simulator import PLAIN
 
@@ -144,7 +144,8 @@ def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
     )
     problem = replace(rows(num_units=4), graph=graph, split=split)
     _, resident_ns = planned(problem, holds=False)
-    plan = check(plan_finepage(problem, FinepageOptions(tries_whole=not split)))
+    with only_cut_plans():
+        plan = check(plan_finepage(problem))
     assert plan.reloaded_bytes > 0
     assert time_of(plan, problem) < resident_ns == 5 * TASK_NS + 250
 
@@ -163,8 +164,9 @@ def test_a_search_tries_what_to_hold_until_a_plan_is_good(
         return streaming_plans(*args, held=held, **others)
 
     monkeypatch.setattr(search, "streaming_plans", noted)
-    options = FinepageOptions(good_enough=good_enough, recomputes=False)
-    plan_finepage(rows(copy_ns=copy_ns), options)
+    monkeypatch.setattr(search, "recompute", lambda graph, **_: graph)
+    monkeypatch.setattr(best_plans, "GOOD_ENOUGH", good_enough)
+    plan_finepage(rows(copy_ns=copy_ns))
     assert tried == ends
 
 

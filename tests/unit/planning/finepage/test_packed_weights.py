@@ -16,20 +16,19 @@ from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
 from ds_finepage.packing import op
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage.forecast import written
-from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.finepage.stacking import residents_of
 from ds_finepage.planning.finepage.streaming import streaming_plans
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights, quantum
+from tests.integration.parity import only_cut_plans
 from tests.property.token_interpreter import run_random_order
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.execution.rig import Rig
 
 WIDTH, GROUP = 64, 32
 ROWS = 3 * packed.CUT_ROWS + 100
-CUTTING = FinepageOptions(tries_whole=False)
 
 
 def layers(
@@ -84,7 +83,8 @@ def results_of(memgraph: MemGraph, whole: TaskGraph) -> list[torch.Tensor]:
 
 def planned(graph: TaskGraph, arena_bytes: int, **more: object) -> MemGraph:
     problem = Problem(graph, arena_bytes, 64, split=True)
-    return check(plan_finepage(dataclasses.replace(problem, **more), CUTTING))  # type: ignore[arg-type]
+    with only_cut_plans():
+        return check(plan_finepage(dataclasses.replace(problem, **more)))  # type: ignore[arg-type]
 
 
 def test_the_planner_knows_the_op() -> None:

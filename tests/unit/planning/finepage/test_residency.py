@@ -95,6 +95,12 @@ def test_what_is_larger_than_the_ring_is_kept() -> None:
     assert Chooser(weights).choose(640 + 127, shape(128)) is None
 
 
+def test_weights_up_to_a_share_of_the_largest_are_kept() -> None:
+    for nbytes, fixed_bytes in ((63_936, 0), (64_000, 64)):
+        graph = sketch(f"w0:{nbytes} w1:64 a:64", "w0 -> a", "w1 a ->")
+        assert classes(graph).fixed_bytes == fixed_bytes
+
+
 def test_rings_for_whole_weights_hold_one_or_two_of_the_three_largest_sizes() -> None:
     graph = sketch(
         "w0:640 w1:1280 w2:64 w3:128 a:64",

@@ -17,10 +17,10 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
+from ds_finepage.planning.finepage import best_plans
 from ds_finepage.planning.finepage import search as finepage_search
 from ds_finepage.planning.finepage.best_plans import BestPlans, Candidate
 from ds_finepage.planning.finepage.forecast import Forecast
-from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
 from ds_finepage.planning.finepage.search import _Search, plan_finepage
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
@@ -250,8 +250,7 @@ def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
 
 def test_fewer_bytes_never_win_by_steps_that_add_up() -> None:
     tight, roomy = tight_and_roomy()
-    options = FinepageOptions(equal_times=1.005)
-    tried = BestPlans(Problem(chain(16), ARENA, UNIT), options)
+    tried = BestPlans(Problem(chain(16), ARENA, UNIT))
     tried._add(Candidate(50, 1000, tight))
     tried._add(Candidate(40, 1004, roomy))
     assert tried.best is roomy
@@ -293,7 +292,9 @@ def test_a_plan_close_to_its_bound_ends_the_search() -> None:
     assert is_good(search(slow), planned(chain(16), 17))
 
 
-def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less() -> None:
+def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All these plans are good: the search would not look for another graph."""
     tight, roomy = tight_and_roomy()
     fast, problem = machine(h2d=1e15), Problem(chain(16), 10 * UNIT, UNIT, machine(h2d=1e15))
@@ -305,8 +306,9 @@ def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less() -> No
     def tried(equal_times: float = 1.02, few_bytes: float = 1.5) -> list[MemGraph | None]:
         """List the plans that the search takes from its candidates."""
         plans = iter([tight, roomy, None])
-        options = FinepageOptions(equal_times=equal_times, few_bytes=few_bytes)
-        BestPlans(problem, options).offer_all(plans)
+        monkeypatch.setattr(best_plans, "EQUAL_TIMES", equal_times)
+        monkeypatch.setattr(best_plans, "FEW_BYTES", few_bytes)
+        BestPlans(problem).offer_all(plans)
         return [tight, roomy, None][: 3 - len(list(plans))]
 
     assert tried() == [tight, roomy]  # the first moves too much
@@ -382,6 +384,25 @@ def test_plans_that_move_too_much_to_win_are_left_out() -> None:
     assert not tried.may_win(roomy.reloaded_bytes, 10**6)
     assert not tried.may_win(2 * tight.reloaded_bytes, num_copies)
     assert search().may_win(10**12, 1)  # without a machine, nothing is known of time
+
+
+@pytest.mark.parametrize(("h2d", "number"), [(1e6, 1), (1e15, 2)])
+def test_a_plan_whose_bytes_alone_take_longer_is_not_simulated(
+    h2d: float, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight, roomy = tight_and_roomy()
+    simulated = []
+
+    def predicted(plan: MemGraph, *_: object, **__: object) -> tuple[int, int]:
+        simulated.append(plan)
+        return 1000 + len(simulated), 0
+
+    monkeypatch.setattr(best_plans, "predicted_ns", predicted)
+    monkeypatch.setattr(best_plans, "wait_for_routes", lambda _: roomy)
+    tried = search(machine(h2d=h2d))
+    tried.offer(tight)
+    assert simulated == [roomy, tight][:number]
+    assert tried.best is roomy
 
 
 def test_a_cyclic_plan_does_not_depend_on_what_is_resident_before(

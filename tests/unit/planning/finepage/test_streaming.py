@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,6 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.planning.finepage import residency
 from ds_finepage.planning.finepage.forecast import written
-from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.streaming import streaming_plans
@@ -33,8 +31,8 @@ def problem(percent: int, latency_ns: int) -> Problem:
     return Problem(GRAPH, arena_bytes, UNIT, profile, split=True)
 
 
-def plans(at: Problem, **options: Any) -> list[MemGraph]:
-    found = streaming_plans(at, may_split=True, options=FinepageOptions(**options))
+def plans(at: Problem) -> list[MemGraph]:
+    found = streaming_plans(at, may_split=True)
     return [written(plan) for plan in found if plan is not None]
 
 
@@ -82,8 +80,8 @@ def test_many_slices_count_as_short(monkeypatch: pytest.MonkeyPatch) -> None:
     at = problem(50, 1)
     for always_slices, expected in ((500, False), (1, True)):
         monkeypatch.setattr(residency, "ALWAYS_SLICES", always_slices)
-        options = FinepageOptions(slices_a_task=0.01)
-        weights = WeightClasses.of(at, may_split=True, options=options)
+        monkeypatch.setattr(residency, "SLICES_A_TASK", 0.01)
+        weights = WeightClasses.of(at, may_split=True)
         assert weights.has_short_slices(at.arena_bytes, RingShape(65536, 16384)) is expected
 
 

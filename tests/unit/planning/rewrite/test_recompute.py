@@ -19,7 +19,6 @@ from ds_finepage.graph.taskgraph import (
 )
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import search as finepage
-from ds_finepage.planning.finepage.options import FinepageOptions
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import live_activation_bytes, min_arena_bytes
 from ds_finepage.planning.problem import Problem
@@ -376,7 +375,9 @@ def test_a_buffer_that_lowers_no_peak_is_not_made_again_beside_one_that_does() -
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("h2d", [None, 1e9])
-def test_what_is_freed_keeps_weights(split: bool, h2d: float | None) -> None:
+def test_what_is_freed_keeps_weights(
+    split: bool, h2d: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     profile = h2d and machine(h2d=h2d)
     weights = " ".join(f"wL{i}:2048" for i in range(8))
     graph = passing(
@@ -388,7 +389,8 @@ def test_what_is_freed_keeps_weights(split: bool, h2d: float | None) -> None:
     arena_bytes = 20 * 1024
     problem = Problem(graph, arena_bytes, UNIT, profile=profile, split=split)
     with_it = check(plan_finepage(problem))
-    without = check(plan_finepage(problem, FinepageOptions(recomputes=False)))
+    monkeypatch.setattr(finepage, "recompute", lambda graph, **_: graph)
+    without = check(plan_finepage(dataclasses.replace(problem, derived={})))
     assert len(without.graph.tasks) == len(graph.tasks)
     assert without.reloaded_bytes - with_it.reloaded_bytes == 4096
     assert lower_bound_bytes(graph, arena_bytes, UNIT) <= with_it.reloaded_bytes
@@ -409,4 +411,5 @@ def test_a_smaller_arena_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.graph is not graph
     assert found.offloaded_bytes == 0
     assert min_arena_bytes(found.graph, UNIT) <= min_arena_bytes(graph, UNIT)
-    assert min_split_arena_bytes(graph, UNIT, FinepageOptions(recomputes=False)) > 2 * 8192
+    monkeypatch.setattr(finepage, "recompute", lambda graph, *_: graph)
+    assert min_split_arena_bytes(graph, UNIT) > 2 * 8192
