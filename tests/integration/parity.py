@@ -12,7 +12,9 @@ import torch
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.execution.meter import DeviceMeter
-from ds_finepage.planning.finepage.search import _Search
+from ds_finepage.planning.finepage import search
+from ds_finepage.planning.finepage.best_plans import BestPlans
+from ds_finepage.planning.finepage.forecast import Plan
 from ds_finepage.planning.problem import Problem
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.stats import Stats
@@ -25,13 +27,12 @@ POOL_BYTES = 8 << 20
 @contextmanager
 def only_cut_plans() -> Iterator[None]:
     """Let finepage cut weights always: whole ones are often as good for models this small."""
-    whole = _Search.try_whole
+    whole = search._plans_of_whole_weights
 
-    def try_whole(search: _Search, problem: Problem) -> None:
-        if not search.plans.tried:
-            whole(search, problem)
+    def if_needed(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]:
+        return iter(()) if plans.tried else whole(plans, problem)
 
-    with mock.patch.object(_Search, "try_whole", try_whole):
+    with mock.patch.object(search, "_plans_of_whole_weights", if_needed):
         yield
 
 

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import JOIN, TO_HOST, Buffer, BufferKind, Task, TaskGraph
-from ds_finepage.planning.finepage.forecast import Forecast, moved_bytes
+from ds_finepage.planning.finepage.choices import Chooser
+from ds_finepage.planning.finepage.forecast import Forecaster
 from ds_finepage.planning.finepage.held_rows import ways_to_hold
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
-from ds_finepage.planning.finepage.streaming import RingPlanner, plan_streaming
+from ds_finepage.planning.finepage.streaming import plan_streaming
+from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import ample_arena_bytes
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -95,20 +97,20 @@ def forecasts(graph: TaskGraph, rng: random.Random, profile: HardwareProfile | N
         weights = WeightClasses.of(problem, may_split=may_split)
         for held in ways_to_hold(problem):
             placed = place_activations(problem, held)
-            planner = RingPlanner(weights, placed)
-            for ring in shapes(weights, planner.room, rng):
-                choice = planner.choose(ring)
+            room = arena_bytes - top_of(placed)
+            for ring in shapes(weights, room, rng):
+                choice = Chooser(weights).choose(room, ring)
                 if choice is None:
                     continue
                 written = plan_streaming(problem, choice, placed, ring.nbytes)
-                found = planner.plan(choice, ring)
-                if written is None:
-                    assert found is None
+                found = Forecaster(problem, placed).forecast(choice, ring.nbytes, lambda: None)
+                if written is None or found is None:
+                    assert written is found is None
                     continue
-                assert isinstance(found, Forecast) and problem.profile is not None
+                assert problem.profile is not None
                 total_ns, _ = predicted_ns(written, problem.profile)
-                assert (found.total_ns, found.moved_bytes) == (total_ns, moved_bytes(written))
-                assert found.plan == written
+                assert (found.total_ns, found.moved_bytes) == (total_ns, written.reloaded_bytes)
+                assert written.offloaded_bytes == 0
                 num_found += 1
     return num_found
 

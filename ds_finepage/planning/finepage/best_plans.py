@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import NamedTuple
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.bounds import LowerBound, lower_bound
-from ds_finepage.planning.finepage.forecast import Forecast, Plan, moved_bytes, written
+from ds_finepage.planning.finepage.forecast import Forecast, Plan
 from ds_finepage.planning.finepage.held_rows import copies_to_host
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
@@ -28,26 +27,18 @@ FEW_BYTES = 1.02
 """As many bytes are few, in units of the lower bound of bytes."""
 
 
-class Candidate(NamedTuple):
-    """A plan, and the figures that it is compared by."""
-
-    moved_bytes: int
-    total_ns: int
-    plan: Plan
-
-
 class BestPlans:
     """The plans that are as fast as the fastest. Each moves fewer bytes than every faster one.
 
     Attributes:
-        tried: The plans, fewest bytes first.
+        tried: The plans, fewest bytes first. Without a machine, bytes stand for time.
         has_good: One of all plans is close to the lower bound of time.
         has_fastest: Hardly any other can be faster.
     """
 
     def __init__(self, problem: Problem) -> None:
         """Start without a plan for the pass as it was captured."""
-        self.tried: list[Candidate] = []
+        self.tried: list[Forecast] = []
         self.has_good = self.has_fastest = False
         self._problem = problem
 
@@ -70,7 +61,8 @@ class BestPlans:
     def least_ns(self) -> int:
         """The time of the tasks alone, or of the fewest bytes if that is longer."""
         problem = self._problem
-        assert problem.profile is not None
+        if problem.profile is None:
+            return 0
         return least_time_ns(self.lower, problem.profile, problem.arena_bytes)
 
     @property
@@ -81,7 +73,7 @@ class BestPlans:
     @property
     def best(self) -> MemGraph | None:
         """The plan with the fewest bytes; None if there is no plan."""
-        return written(self.tried[0].plan) if self.tried else None
+        return self.tried[0].plan if self.tried else None
 
     @property
     def moves_nothing(self) -> bool:
@@ -133,34 +125,30 @@ class BestPlans:
         if plan is None:
             return
         if isinstance(plan, Forecast):
-            self._score(plan)
+            self._add(plan, self.least_ns)
             return
         late = wait_for_routes(plan)
-        self._score(late)
+        self._predict(late)
         # Reloads ahead of the router copy all experts, which alone may take longer.
-        if late is not plan and self.may_win(moved_bytes(plan), 0):
-            self._score(plan)
+        if late is not plan and self.may_win(plan.reloaded_bytes + plan.offloaded_bytes, 0):
+            self._predict(plan)
 
-    def _score(self, plan: Plan) -> None:
-        """Predict a plan's time, hold it against the bound, and take the plan if it is as fast."""
-        moved, profile = moved_bytes(plan), self._problem.profile
-        if profile is None:
-            self._add(Candidate(moved, 0, plan))
-            self.has_good = self.has_fastest = self.has_good or moved == 0
-            return
-        if isinstance(plan, Forecast):
-            total_ns, bound_ns = plan.total_ns, self.least_ns
-        else:
-            total_ns, alone_ns = predicted_ns(plan, profile)
-            # Beside shared residents no plan comes near the bound of a pass that is alone.
-            bound_ns = alone_ns if self._problem.shared else self.least_ns
-        self._add(Candidate(moved, total_ns, plan))
-        self.has_good = self.has_good or total_ns <= GOOD_ENOUGH * bound_ns
-        self.has_fastest = self.has_fastest or total_ns <= EQUAL_TIMES * bound_ns
+    def _predict(self, plan: MemGraph) -> None:
+        """Predict the time of a plan that is written, and take it if it is as fast."""
+        moved, profile = plan.reloaded_bytes + plan.offloaded_bytes, self._problem.profile
+        total_ns, alone_ns = (moved, 0) if profile is None else predicted_ns(plan, profile)
+        # Beside shared residents no plan comes near the bound of a pass that is alone.
+        bound_ns = alone_ns if self._problem.shared else self.least_ns
+        self._add(Forecast(total_ns, moved, lambda: plan), bound_ns)
 
-    def _add(self, candidate: Candidate) -> None:
-        """Take a plan, unless another one is as good or clearly faster."""
-        tried = sorted([*self.tried, candidate], key=lambda found: found[:2])
+    def _add(self, plan: Forecast, bound_ns: int) -> None:
+        """Hold a plan against the bound; take it unless another one is as good or clearly faster.
+
+        No other plan can be faster than ``bound_ns``.
+        """
+        self.has_good = self.has_good or plan.total_ns <= GOOD_ENOUGH * bound_ns
+        self.has_fastest = self.has_fastest or plan.total_ns <= EQUAL_TIMES * bound_ns
+        tried = sorted([*self.tried, plan], key=lambda found: (found.moved_bytes, found.total_ns))
         most_ns = EQUAL_TIMES * min(found.total_ns for found in tried)
         self.tried = []
         for found in tried:

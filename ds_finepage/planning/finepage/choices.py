@@ -37,7 +37,7 @@ class Chooser:
         self._weights = weights
 
     def choose(self, room: int, ring: RingShape) -> Choice | None:
-        """Choose the weights to keep, and cut the others.
+        """Choose the weights to keep, and cut the others; beside shared residents keep no others.
 
         Args:
             room: Bytes of the arena beside the activations.
@@ -47,6 +47,8 @@ class Chooser:
             None if the room is too small.
         """
         weights = self._weights
+        if weights.problem.shared:
+            return self._choose_shared(weights.problem.arena_bytes - room, ring)
         left = room - weights.fixed_bytes - ring.nbytes
         if left < 0:
             return None
@@ -136,16 +138,8 @@ class Chooser:
                 kept.add(buffer)
         return room - (total - sum(streamed.values()))
 
-    def choose_shared(self, lower: int, ring: RingShape) -> Choice | None:
-        """Choose to keep just shared residents, and the weights that cannot stream.
-
-        Args:
-            lower: Bytes of the activations.
-            ring: The shape of the ring.
-
-        Returns:
-            None if the arena is too small.
-        """
+    def _choose_shared(self, lower: int, ring: RingShape) -> Choice | None:
+        """Keep just shared residents, and weights that cannot stream, above ``lower`` bytes."""
         weights = self._weights
         top = weights.problem.top
         streamable = set(weights.order)

@@ -20,6 +20,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Extent, Lane, MemGraph
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import JOIN, TO_HOST, BufferKind, Task, TaskGraph
+from ds_finepage.planning.finepage.choices import Choice
 from ds_finepage.planning.finepage.ring import Ring
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.layout import Tenancy, top_of
@@ -39,28 +40,18 @@ class Forecast:
 
     total_ns: int
     moved_bytes: int
-    write: Callable[[], MemGraph]
+    write: Callable[[], MemGraph | None]
 
     @cached_property
     def plan(self) -> MemGraph:
         """The written plan."""
-        return self.write()
+        found = self.write()
+        assert found is not None, "a plan with a forecast fits"
+        return found
 
 
 Plan = MemGraph | Forecast
 """A plan, written or not."""
-
-
-def moved_bytes(plan: Plan) -> int:
-    """Return the bytes that a pass copies between host and device."""
-    if isinstance(plan, Forecast):
-        return plan.moved_bytes
-    return plan.reloaded_bytes + plan.offloaded_bytes
-
-
-def written(plan: Plan) -> MemGraph:
-    """Return a plan, and write it first if need be."""
-    return plan.plan if isinstance(plan, Forecast) else plan
 
 
 class _Lanes:
@@ -111,25 +102,20 @@ class Forecaster:
         self._has_lanes = copies or bool(problem.graph.host_tasks)
 
     def forecast(
-        self,
-        graph: TaskGraph,
-        streamed: Sequence[int],
-        ring_bytes: int,
-        write: Callable[[], MemGraph],
+        self, choice: Choice, ring_bytes: int, write: Callable[[], MemGraph | None]
     ) -> Forecast | None:
         """Predict a plan.
 
         Args:
-            graph: The cut pass.
-            streamed: The weights that stream, in the order of their use.
+            choice: The cut pass, and the weights that stream through it.
             ring_bytes: The least length of the ring.
             write: Writes the plan.
 
         Returns:
             None if the kept weights or a streamed one do not fit.
         """
-        streams = set(streamed)
-        cut = self._problem.of(graph)
+        graph, streamed = choice.graph, choice.streamed
+        streams, cut = set(streamed), self._problem.of(graph)
         kept = sum(cut.size(b) for b in weights_by_first_use(graph) if b not in streams)
         if kept:
             room = cut.top - kept - top_of(self._placed)
@@ -150,13 +136,9 @@ class Forecaster:
         waiting, streams, extents = deque(streamed), set(streamed), dict[int, Extent]()
         loaded_ns = {b: self._reload(lanes, graph, b, 0) for b in self._rows}
         for task in graph.tasks:
-            while waiting:
-                extent = ring.take(waiting[0], size(waiting[0]))
-                if extent is None:
-                    break
+            for buffer, extent in ring.take_ahead(waiting, size):
                 # The weights that had these bytes are free once their last task is complete.
                 vacated_ns = max(tenancy.vacators(extent), default=0)
-                buffer = waiting.popleft()
                 extents[buffer] = extent
                 loaded_ns[buffer] = self._reload(lanes, graph, buffer, vacated_ns)
             paged = graph.paged(task)

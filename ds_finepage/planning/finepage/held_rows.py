@@ -2,15 +2,15 @@
 
 New rows of a KV cache in host memory are copied beside the tasks that follow. A task that used
 their bytes again right away would wait for the copy. To hold the bytes takes room from weights, so
-the search tries to hold them for long, shortly, and not at all.
+the search tries to hold them, and not to.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
+from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import Costs
@@ -21,13 +21,11 @@ Held = Mapping[int, int]
 
 
 def ways_to_hold(problem: Problem) -> Iterator[Held]:
-    """Yield what to hold: rows until their copy is done, or for the time of one copy; nothing."""
+    """Yield what to hold: rows until their copy is done; nothing."""
     if problem.profile is not None and copies_to_host(problem.graph):
-        long, short = _held(problem, math.inf), _held(problem, 1)
-        if long:
-            yield long
-        if short and short != long:
-            yield short
+        held = _held(problem, problem.profile)
+        if held:
+            yield held
     yield {}
 
 
@@ -36,20 +34,17 @@ def copies_to_host(graph: TaskGraph) -> bool:
     return any(task.op == TO_HOST for task in graph.tasks)
 
 
-def _held(problem: Problem, most_copies: float) -> Held:
-    """Hold what is copied to host memory until its copy is done, for the time of some copies."""
-    graph, profile = problem.graph, problem.profile
-    assert profile is not None
+def _held(problem: Problem, profile: HardwareProfile) -> Held:
+    """Hold what is copied to host memory until its copy is done."""
+    graph = problem.graph
     costs, ends_ns = Costs(profile), end_times_ns(alone_ns(graph, profile), profile)
     wanted: dict[int, int] = {}
     link_ns = 0  # when the link to host memory is free
     for task in graph.tasks:
         if task.op != TO_HOST:
             continue
-        copy_ns, ready_ns = costs.task_ns(graph, task), ends_ns[task.index]
-        link_ns = max(link_ns, ready_ns) + copy_ns
-        done_ns = min(link_ns, ready_ns + most_copies * copy_ns)
-        done = bisect_left(ends_ns, done_ns, hi=len(ends_ns) - 1)
+        link_ns = max(link_ns, ends_ns[task.index]) + costs.task_ns(graph, task)
+        done = bisect_left(ends_ns, link_ns, hi=len(ends_ns) - 1)
         for buffer in task.reads:
             if graph.buffers[buffer].kind is BufferKind.ACTIVATION:
                 wanted[buffer] = max(done, wanted.get(buffer, 0))

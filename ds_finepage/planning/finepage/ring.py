@@ -11,7 +11,7 @@ residents in place.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
@@ -74,90 +74,71 @@ class Ring:
         self._head = offset + nbytes
         return found
 
+    def take_ahead(
+        self, waiting: deque[int], size: Callable[[int], int]
+    ) -> Iterator[tuple[int, Extent]]:
+        """Take as many of the waiting buffers as there is room for; yield each with its extent."""
+        while waiting:
+            extent = self.take(waiting[0], size(waiting[0]))
+            if extent is None:
+                return
+            yield waiting.popleft(), extent
+
     def give_back(self, buffer: int) -> None:
         """Take an extent back. A task that uses several buffers may give them back in any order."""
         self._live = deque(item for item in self._live if item[0] != buffer)
 
 
-class StreamPlanner:
-    """Writes the memgraph of one pass for a given set of streamed weights.
+def write_plan(
+    problem: Problem,
+    *,
+    streamed: Sequence[int],
+    activations: Mapping[int, Extent],
+    ring_bytes: int,
+    residents: Mapping[int, Extent],
+) -> MemGraph | None:
+    """Write the memgraph of one pass for a given set of streamed weights.
 
-    Invariant: streamed weights are reloaded in the order of their use.
+    Args:
+        problem: The pass, in which each streamed weight is used by one task, and its arena.
+        streamed: Weights to stream, in the order of their use, in which they are reloaded.
+        activations: The extents of the activations, from offset 0.
+        ring_bytes: Length of the ring.
+        residents: The extents of the kept weights, between the ring and the arena's end.
+
+    Returns:
+        None if residents or a streamed weight do not fit.
     """
+    graph, base = problem.graph, top_of(activations)
+    if any(extent.offset < base + ring_bytes for extent in residents.values()):
+        return None
+    builder = MemGraphBuilder(graph, "finepage", problem.arena_bytes, problem.alignment)
+    ring, tenancy, waiting = Ring(base, ring_bytes), Tenancy(), deque(streamed)
 
-    def __init__(
-        self,
-        problem: Problem,
-        *,
-        streamed: Sequence[int],
-        activations: dict[int, Extent],
-        ring_bytes: int,
-        residents: Mapping[int, Extent],
-    ) -> None:
-        """Lay the regions out.
+    def alloc(buffer: int, extent: Extent) -> None:
+        builder.alloc(buffer, extent, tenancy.vacators(extent))
 
-        Args:
-            problem: The pass, in which each streamed weight is used by one task, and its arena.
-            streamed: Weights to stream, in the order of their use.
-            activations: The extents of the activations, from offset 0.
-            ring_bytes: Length of the ring.
-            residents: The extents of the kept weights, between the ring and the arena's end.
-        """
-        self._graph, self._size = problem.graph, problem.size
-        self._waiting = deque(streamed)
-        self._streamed = frozenset(streamed)
-        self._residents = residents
-        self._activations = activations
-        self._ring = Ring(top_of(activations), ring_bytes)
-        self._tenancy = Tenancy()
-        self._builder = MemGraphBuilder(
-            problem.graph, "finepage", problem.arena_bytes, problem.alignment
-        )
-        self._last_use = [found[-1] if found else -1 for found in problem.graph.uses]
-        self._lower_bytes = top_of(activations) + ring_bytes
-
-    def plan(self) -> MemGraph | None:
-        """Write the memgraph; None if residents or a streamed weight do not fit."""
-        if any(extent.offset < self._lower_bytes for extent in self._residents.values()):
-            return None
-        self._builder.begin(tuple(Residency(b, e) for b, e in sorted(self._residents.items())))
-        for rows in self._graph.buffers:
-            if rows.gather is not None and rows.id in self._activations:
-                self._alloc(rows.id, self._activations[rows.id])
-                self._builder.reload(rows.id)
-        for task in self._graph.tasks:
-            for buffer in self._graph.paged(task):
-                if buffer in self._activations and self._builder.states[buffer].extent is None:
-                    self._alloc(buffer, self._activations[buffer])
-            self._reload_ahead()
-            for buffer in self._graph.paged(task):
-                if self._builder.states[buffer].extent is None:
-                    return None  # the ring is too small for what this task needs at once
-            self._builder.compute(task)
-            for buffer in self._graph.paged(task):
-                if self._last_use[buffer] == task.index:
-                    self._drop(buffer)
-        return self._builder.finish()
-
-    def _alloc(self, buffer: int, extent: Extent) -> None:
-        self._builder.alloc(buffer, extent, self._tenancy.vacators(extent))
-
-    def _reload_ahead(self) -> None:
-        """Reload as many of the next streamed weights as the ring has room for."""
-        while self._waiting:
-            buffer = self._waiting[0]
-            extent = self._ring.take(buffer, self._size(buffer))
-            if extent is None:
-                return
-            self._waiting.popleft()
-            self._alloc(buffer, extent)
-            self._builder.reload(buffer)
-
-    def _drop(self, buffer: int) -> None:
-        if buffer in self._streamed:
-            self._ring.give_back(buffer)
-        elif buffer not in self._activations:
-            return  # resident
-        extent = self._builder.states[buffer].extent
-        assert extent is not None
-        self._tenancy.free(extent, self._builder.drop(buffer))
+    builder.begin(tuple(Residency(b, e) for b, e in sorted(residents.items())))
+    for rows in graph.buffers:
+        if rows.gather is not None and rows.id in activations:
+            alloc(rows.id, activations[rows.id])
+            builder.reload(rows.id)
+    for task in graph.tasks:
+        paged = graph.paged(task)
+        for buffer in paged:
+            if buffer in activations and builder.states[buffer].extent is None:
+                alloc(buffer, activations[buffer])
+        for buffer, extent in ring.take_ahead(waiting, problem.size):
+            alloc(buffer, extent)
+            builder.reload(buffer)
+        if None in [builder.states[buffer].extent for buffer in paged]:
+            return None  # the ring is too small for what this task needs at once
+        builder.compute(task)
+        for buffer in paged:
+            held = builder.states[buffer].extent
+            assert held is not None
+            if graph.uses[buffer][-1] == task.index and buffer not in residents:
+                if buffer not in activations:
+                    ring.give_back(buffer)
+                tenancy.free(held, builder.drop(buffer))
+    return builder.finish()

@@ -67,97 +67,81 @@ def plan_finepage(problem: Problem) -> MemGraph:
     """
     problem = dataclasses.replace(problem, entry=())  # a cyclic pass begins as it ends
     if problem.shared:
-        beside = _Search(problem)
-        beside.try_both_graphs(beside.try_shared)
-        if beside.plans.best is not None:
-            return beside.plans.best
+        plans = BestPlans(problem)
+        _offer(plans, problem, _plans_beside)
+        if plans.best is not None:
+            return plans.best
         problem = dataclasses.replace(problem, shared=())
-    search = _Search(problem)
+    plans = BestPlans(problem)
     if problem.split:
-        search.try_both_graphs(search.try_cutting)
-    if not search.plans.tried:
+        _offer(plans, problem, _plans_that_cut)
+    if not plans.tried:
         problem = _in_exact_slices(problem)
         problem.require_feasible()
-        search = _Search(problem)
-    if not search.plans.has_fastest:
-        rows = _with_rows(problem) if problem.split else problem
-        if not search.plans.tried or rows.is_feasible:
-            search.try_both_graphs(search.try_whole)
-    best = search.plans.best
-    assert best is not None, "keeping nothing is always possible"
-    return best
+        plans = BestPlans(problem)
+    if not plans.tried or (not plans.has_fastest and _looking_rows_up(problem).is_feasible):
+        _offer(plans, problem, _plans_of_whole_weights)
+    assert plans.best is not None, "keeping nothing is always possible"
+    return plans.best
 
 
 def _in_exact_slices(problem: Problem) -> Problem:
     """Return a problem with short slices if whole weights have no room; then slices stay whole."""
-    if not problem.split or problem.is_feasible:
-        return problem
-    rows = _with_rows(problem).graph
-    if not exact_units(rows):
+    rows = _looking_rows_up(problem).graph
+    if not problem.split or problem.is_feasible or not exact_units(rows):
         return problem
     return problem.of(slices_that_fit(rows, problem.arena_bytes, problem.alignment))
 
 
-class _Search:
-    """Offers plans of a pass.
+Candidates = Callable[[BestPlans, Problem], Iterator[Plan | None]]
+"""Yields plans of a pass; it sees what became of those before."""
 
-    Attributes:
-        plans: The best of them.
-    """
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self.plans = BestPlans(problem)
-        self._lacks_ring = False  # with cut weights, in the pass as it is
+def _offer(plans: BestPlans, problem: Problem, candidates: Candidates) -> None:
+    """Offer plans of the pass as it is and, if none is good, with cheap tasks run again."""
+    plans.offer_all(candidates(plans, problem))
+    if plans.moves_nothing or plans.has_good:
+        return
+    again = problem.once(("recompute",), partial(recompute, alignment=problem.alignment))
+    if again is not problem.graph:
+        plans.offer_all(candidates(plans, problem.of(again)))
 
-    def try_both_graphs(self, attempt: Callable[[Problem], None]) -> None:
-        """Try the pass as it is and, if no plan is good, with cheap tasks run again."""
-        problem = self._problem
-        attempt(problem)
-        self._lacks_ring = not self.plans.tried
-        if self.plans.moves_nothing or self.plans.has_good:
+
+def _plans_that_cut(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]:
+    """Yield plans that cut weights, unless all weights fit as they are."""
+    yield from resident_plans(problem)
+    if not plans.moves_nothing:
+        yield from _plans_with_ring(plans, _looking_rows_up(problem), may_split=True)
+
+
+def _plans_of_whole_weights(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]:
+    """Yield plans of whole weights: by a ring, or else without one."""
+    kept = tables_to_leave(problem.graph, problem.arena_bytes) if problem.split else frozenset()
+    whole = _looking_rows_up(problem, kept)
+    yield from _plans_with_ring(plans, whole, may_split=False)
+    # Without a machine bytes alone count, and the published algorithm may move fewer.
+    if not plans.tried or problem.profile is None:
+        yield from plans_without_ring(whole)
+
+
+def _plans_beside(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]:
+    """Yield plans that keep shared residents, and nothing else."""
+    yield from _plans_with_ring(plans, _looking_rows_up(problem), may_split=problem.split)
+
+
+def _plans_with_ring(
+    plans: BestPlans, problem: Problem, *, may_split: bool
+) -> Iterator[Plan | None]:
+    for held in ways_to_hold(problem):
+        yield from streaming_plans(problem, may_split=may_split, may_win=plans.may_win, held=held)
+        if plans.has_good:
             return
-        again = problem.once(("recompute",), partial(recompute, alignment=problem.alignment))
-        if again is not problem.graph:
-            attempt(problem.of(again))
-
-    def try_cutting(self, problem: Problem) -> None:
-        """Offer plans that cut weights, unless all weights fit as they are."""
-        self.plans.offer_all(resident_plans(problem))
-        if not self.plans.moves_nothing:
-            self.plans.offer_all(self._streaming_plans(_with_rows(problem), may_split=True))
-
-    def try_whole(self, problem: Problem) -> None:
-        """Offer plans of whole weights: by a ring, or else without one."""
-        whole = problem
-        if problem.split:
-            whole = _with_rows(problem, tables_to_leave(problem.graph, problem.arena_bytes))
-        self.plans.offer_all(self._streaming_plans(whole, may_split=False))
-        # Without a machine bytes alone count, and the published algorithm may move fewer.
-        if self._lacks_ring or not self.plans.tried or problem.profile is None:
-            self.plans.offer_all(plans_without_ring(whole))
-
-    def try_shared(self, problem: Problem) -> None:
-        """Offer plans that keep shared residents, and nothing else."""
-        split = problem.split
-        if split:
-            problem = _with_rows(problem)
-        self.plans.offer_all(self._streaming_plans(problem, may_split=split))
-
-    def _streaming_plans(self, problem: Problem, *, may_split: bool) -> Iterator[Plan | None]:
-        for held in ways_to_hold(problem):
-            yield from streaming_plans(
-                problem,
-                may_split=may_split,
-                may_win=self.plans.may_win,
-                held=held,
-            )
-            if self.plans.has_good:
-                return
 
 
-def _with_rows(problem: Problem, kept: frozenset[int] = frozenset()) -> Problem:
-    """Return the pass in which the rows that a call looks up take the place of embedding tables."""
+def _looking_rows_up(problem: Problem, kept: frozenset[int] = frozenset()) -> Problem:
+    """Return the pass in which looked-up rows take the place of embedding tables, with split."""
+    if not problem.split:
+        return problem
     return problem.of(problem.once(("rows", kept), partial(gather_rows, kept=kept)))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
 from ds_finepage.planning.finepage.forecast import Forecaster, Plan, can_forecast
 from ds_finepage.planning.finepage.held_rows import Held, ways_to_hold
 from ds_finepage.planning.finepage.residency import FIXED_SHARE, RingShape, WeightClasses
-from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
+from ds_finepage.planning.finepage.ring import place_activations, write_plan
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.layout import top_of
@@ -66,8 +67,10 @@ def _keeping_rows(weights: WeightClasses) -> WeightClasses:
 def _plans_of(
     weights: WeightClasses, placed: dict[int, Extent], may_win: Callable[[int, int], bool]
 ) -> Iterator[Plan | None]:
-    planner = RingPlanner(weights, placed)
-    room = planner.room
+    """Yield a plan for each ring; one that can be predicted is not written."""
+    problem, chooser = weights.problem, Chooser(weights)
+    room = problem.arena_bytes - top_of(placed)
+    forecaster = Forecaster(problem, placed) if can_forecast(problem) else None
 
     def plans(shapes: Iterable[RingShape]) -> Iterator[Plan | None]:
         for ring in shapes:
@@ -76,9 +79,10 @@ def _plans_of(
             num_copies = missing // max(1, ring.slice_bytes, weights.most_whole_bytes)
             if not weights.routed and not may_win(missing, num_copies):
                 continue
-            choice = planner.choose(ring)
+            choice = chooser.choose(room, ring)
             if choice is not None:
-                yield planner.plan(choice, ring)
+                write = partial(plan_streaming, problem, choice, placed, ring.nbytes)
+                yield forecaster.forecast(choice, ring.nbytes, write) if forecaster else write()
 
     shapes = list(dict.fromkeys(weights.ring_shapes(room)))
     num_found = 0
@@ -90,46 +94,8 @@ def _plans_of(
         yield from plans(sorted(short, key=lambda s: s.nbytes, reverse=True))
 
 
-class RingPlanner:
-    """Plans one pass with rings of several shapes; writes no plan whose time it can predict.
-
-    Attributes:
-        room: Bytes of the arena beside the activations.
-    """
-
-    def __init__(self, weights: WeightClasses, placed: dict[int, Extent]) -> None:
-        self._weights, self._placed = weights, placed
-        self.room = weights.problem.arena_bytes - top_of(placed)
-        self._chooser, problem = Chooser(weights), weights.problem
-        self._forecaster = Forecaster(problem, placed) if can_forecast(problem) else None
-
-    def choose(self, ring: RingShape) -> Choice | None:
-        """Choose what to keep beside a ring; None if there is too little room."""
-        if self._weights.problem.shared:
-            return self._chooser.choose_shared(top_of(self._placed), ring)
-        return self._chooser.choose(self.room, ring)
-
-    def plan(self, choice: Choice, ring: RingShape) -> Plan | None:
-        """Return a plan; None if what is kept, or a streamed weight, does not fit."""
-        if self._forecaster is None:
-            return self._write(choice, ring)
-
-        def write() -> MemGraph:
-            plan = self._write(choice, ring)
-            assert plan is not None, "a plan with a forecast fits"
-            return plan
-
-        return self._forecaster.forecast(choice.graph, choice.streamed, ring.nbytes, write)
-
-    def _write(self, choice: Choice, ring: RingShape) -> MemGraph | None:
-        return plan_streaming(self._weights.problem, choice, self._placed, ring.nbytes)
-
-
 def plan_streaming(
-    problem: Problem,
-    choice: Choice,
-    placed: dict[int, Extent],
-    ring_bytes: int,
+    problem: Problem, choice: Choice, placed: dict[int, Extent], ring_bytes: int
 ) -> MemGraph | None:
     """Plan with a choice of weights to stream.
 
@@ -162,10 +128,10 @@ def plan_streaming(
         # Whole weights rarely fill the room beside the ring; a longer ring looks farther ahead.
         bottom = min(extent.offset for extent in residents.values())
         ring_bytes = max(ring_bytes, bottom - top_of(placed))
-    return StreamPlanner(
+    return write_plan(
         cut,
         streamed=choice.streamed,
         activations=placed,
         ring_bytes=ring_bytes,
         residents=residents,
-    ).plan()
+    )

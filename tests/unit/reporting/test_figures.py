@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
+from ds_finepage.planning.finepage.ring import place_activations, write_plan
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.stacking import stack_down
 from ds_finepage.planning.problem import Problem
@@ -115,13 +115,13 @@ def kept(offset: int) -> MemGraph:
     weights = weights_by_first_use(graph)
     at = stack_down([0, 2], dict.fromkeys(weights, UNIT), offset + 2 * UNIT)
     problem = Problem(graph, offset + 2 * UNIT, UNIT)
-    found = StreamPlanner(
+    found = write_plan(
         problem,
         streamed=[weights[1], weights[3]],
         activations=place_activations(problem),
         ring_bytes=UNIT,
         residents=at,
-    ).plan()
+    )
     assert found is not None
     return found
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from ds_finepage.checker.checker import check
-from ds_finepage.graph.memgraph import Extent
+from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph, TensorView
-from ds_finepage.planning.finepage.ring import Ring, StreamPlanner, place_activations
+from ds_finepage.planning.finepage.ring import Ring, place_activations, write_plan
 from ds_finepage.planning.problem import Problem
 from tests.unit.planning.sketches import chain, names, offsets, sketch
 
@@ -22,14 +22,19 @@ def gathering(graph: TaskGraph, buffer: int, by: int) -> TaskGraph:
     return dataclasses.replace(graph, buffers=tuple(buffers), tensors=(indices,))
 
 
-def planner(graph: TaskGraph, ring_bytes: int, streamed: list[int]) -> StreamPlanner:
+def plan(
+    graph: TaskGraph,
+    ring_bytes: int,
+    streamed: list[int],
+    residents: dict[int, Extent] | None = None,
+) -> MemGraph | None:
     problem = Problem(graph, 16 * UNIT, UNIT)
-    return StreamPlanner(
+    return write_plan(
         problem,
         streamed=streamed,
         activations=place_activations(problem),
         ring_bytes=ring_bytes,
-        residents={},
+        residents=residents or {},
     )
 
 
@@ -71,7 +76,7 @@ def test_rows_of_an_embedding_have_their_bytes_from_the_start_of_the_pass() -> N
     graph = gathering(graph, 0, by=3)
     placed = place_activations(Problem(graph, 0, UNIT))
     assert not placed[0].overlaps(placed[1])
-    memgraph = planner(graph, 0, []).plan()
+    memgraph = plan(graph, 0, [])
     assert memgraph is not None
     check(memgraph)
     assert names(memgraph)[:2] == ["alloc w0", "reload w0"]
@@ -80,7 +85,7 @@ def test_rows_of_an_embedding_have_their_bytes_from_the_start_of_the_pass() -> N
 def test_a_ring_looks_as_far_ahead_as_it_is_long() -> None:
     graph = chain(4)
     for length, before_first in ((1, 1), (2, 2), (4, 4)):
-        memgraph = planner(graph, length * UNIT, [0, 1, 2, 3]).plan()
+        memgraph = plan(graph, length * UNIT, [0, 1, 2, 3])
         assert memgraph is not None
         check(memgraph)
         found = names(memgraph)
@@ -93,15 +98,11 @@ def test_a_ring_looks_as_far_ahead_as_it_is_long() -> None:
 
 def test_a_ring_that_is_too_small_for_a_task_is_no_plan() -> None:
     graph = sketch("w0:64 w1:64 a:64", "w0 w1 -> a", "a ->")
-    assert planner(graph, UNIT, [0, 1]).plan() is None
-    assert planner(graph, 2 * UNIT, [0, 1]).plan() is not None
+    assert plan(graph, UNIT, [0, 1]) is None
+    assert plan(graph, 2 * UNIT, [0, 1]) is not None
 
 
 def test_residents_in_the_ring_are_no_plan() -> None:
     graph = chain(2)
-    made = planner(graph, UNIT, [0])
-    made._residents = {1: Extent(UNIT, UNIT)}
-    assert made.plan() is None
-    made = planner(graph, UNIT, [0])
-    made._residents = {1: Extent(2 * UNIT, UNIT)}
-    assert made.plan() is not None
+    assert plan(graph, UNIT, [0], {1: Extent(UNIT, UNIT)}) is None
+    assert plan(graph, UNIT, [0], {1: Extent(2 * UNIT, UNIT)}) is not None

@@ -19,10 +19,10 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage import best_plans
 from ds_finepage.planning.finepage import search as finepage_search
-from ds_finepage.planning.finepage.best_plans import BestPlans, Candidate
+from ds_finepage.planning.finepage.best_plans import BestPlans
 from ds_finepage.planning.finepage.forecast import Forecast
-from ds_finepage.planning.finepage.ring import StreamPlanner, place_activations
-from ds_finepage.planning.finepage.search import _Search, plan_finepage
+from ds_finepage.planning.finepage.ring import place_activations, write_plan
+from ds_finepage.planning.finepage.search import _offer, plan_finepage
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
 from ds_finepage.planning.finepage.streaming import streaming_plans
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes, needed_arena_bytes
@@ -251,12 +251,12 @@ def test_of_equally_fast_plans_the_one_with_fewer_bytes_is_taken() -> None:
 def test_fewer_bytes_never_win_by_steps_that_add_up() -> None:
     tight, roomy = tight_and_roomy()
     tried = BestPlans(Problem(chain(16), ARENA, UNIT))
-    tried._add(Candidate(50, 1000, tight))
-    tried._add(Candidate(40, 1004, roomy))
+    tried._add(Forecast(1000, 50, lambda: tight), 0)
+    tried._add(Forecast(1004, 40, lambda: roomy), 0)
     assert tried.best is roomy
-    tried._add(Candidate(30, 1008, tight))
+    tried._add(Forecast(1008, 30, lambda: tight), 0)
     assert tried.best is roomy
-    tried._add(Candidate(60, 996, roomy))  # too fast for the second plan, not for the first
+    tried._add(Forecast(996, 60, lambda: roomy), 0)  # too fast for the second, not the first
     assert tried.best is tight
 
 
@@ -265,13 +265,13 @@ def test_a_plan_that_is_faster_by_more_than_a_percent_is_taken_whatever_it_moves
     graph, profile = chain(32), machine(h2d=4e8)
     weights = weights_by_first_use(graph)
     problem = Problem(graph, 19 * UNIT, UNIT)
-    uneven = StreamPlanner(
+    uneven = write_plan(
         problem,
         streamed=weights[16:],
         activations=place_activations(problem),
         ring_bytes=UNIT,
         residents={w: Extent((18 - i) * UNIT, UNIT) for i, w in enumerate(weights[:16])},
-    ).plan()
+    )
     assert uneven is not None
     even = planned(graph, 16, profile)
     assert uneven.reloaded_bytes < even.reloaded_bytes
@@ -432,7 +432,6 @@ def test_cheap_tasks_run_again_where_no_plan_is_good(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(finepage_search, "recompute", noted)
     problem = Problem(chain(16), 10 * UNIT, UNIT, machine(h2d=1e6))
     for total_ns in (1, 10**9, 10**9):
-        search = _Search(problem)
-        search.plans.offer(Forecast(total_ns, UNIT, lambda: planned(chain(16), 10)))
-        search.try_both_graphs(lambda _: None)
+        found = Forecast(total_ns, UNIT, lambda: planned(chain(16), 10))
+        _offer(BestPlans(problem), problem, lambda *_, found=found: iter([found]))
     assert asked == [problem.graph]  # the searches of one problem share the rewritten pass

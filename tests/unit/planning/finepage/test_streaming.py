@@ -9,7 +9,7 @@ import pytest
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.planning.finepage import residency
-from ds_finepage.planning.finepage.forecast import written
+from ds_finepage.planning.finepage.forecast import Forecast, Plan
 from ds_finepage.planning.finepage.residency import RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.streaming import streaming_plans
@@ -29,6 +29,10 @@ def problem(percent: int, latency_ns: int) -> Problem:
     profile = dataclasses.replace(profile, transfer_latency_ns=latency_ns)
     arena_bytes = needed_arena_bytes(GRAPH, UNIT) * percent // 100
     return Problem(GRAPH, arena_bytes, UNIT, profile, split=True)
+
+
+def written(plan: Plan) -> MemGraph:
+    return plan.plan if isinstance(plan, Forecast) else plan
 
 
 def plans(at: Problem) -> list[MemGraph]:
