@@ -76,11 +76,12 @@ def _in_grains(weight: Divisible, wanted: int, grain_bytes: int) -> int:
     """Return the bytes of as many grains of whole rows as are wanted."""
     unit_bytes = quantum(weight) * weight.row_bytes
     grain_bytes = max(1, grain_bytes // unit_bytes) * unit_bytes
-    return min(weight.num_rows * weight.row_bytes, wanted // grain_bytes * grain_bytes)
+    return _rows_bytes(weight, wanted // grain_bytes * grain_bytes)
 
 
 def _rows_bytes(weight: Divisible, wanted: int) -> int:
-    """Return the bytes of whole quanta of rows, at least those that are wanted."""
-    rows = quantum(weight)
-    num_rows = -(-wanted // (rows * weight.row_bytes)) * rows
-    return min(weight.num_rows, num_rows) * weight.row_bytes
+    """Return the bytes of rows, at least those that are wanted, beside which whole quanta stay."""
+    if wanted <= 0:
+        return 0
+    kept = max(0, weight.num_rows - -(-wanted // weight.row_bytes))
+    return (weight.num_rows - kept // quantum(weight) * quantum(weight)) * weight.row_bytes

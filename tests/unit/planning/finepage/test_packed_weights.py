@@ -25,6 +25,7 @@ from tests.integration.parity import only_cut_plans
 from tests.property.token_interpreter import run_random_order
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.execution.rig import Rig
+from tests.unit.planning.finepage.test_search import machine
 
 WIDTH, GROUP = 64, 32
 ROWS = 3 * packed.CUT_ROWS + 100
@@ -128,8 +129,9 @@ def test_any_order_of_a_plan_reads_the_right_tokens(seed: int) -> None:
     rng = random.Random(seed)
     graph = layers(rng.randint(1, 4), bits=rng.choice([4, 8]), with_bias=rng.random() < 0.5)
     least, ample = min_split_arena_bytes(graph, 64), ample_arena_bytes(graph, 64)
+    slow = dataclasses.replace(machine(h2d=1e9), transfer_latency_ns=20_000)  # few large slices
     for arena_bytes in (least, rng.randint(least, ample), ample):
-        found = planned(graph, arena_bytes)
+        found = planned(graph, arena_bytes, profile=rng.choice([None, slow]))
         assert found.peak_bytes <= arena_bytes and found.entry == found.exit
         run_random_order(found, rng)
         for task in found.graph.tasks:
