@@ -33,7 +33,6 @@ from ds_finepage.graph.taskgraph import Task
 from ds_finepage.graph.unpacking import unpacked_buffers
 from ds_finepage.planning.blocks import BlockList
 from ds_finepage.planning.builder import MemGraphBuilder
-from ds_finepage.planning.liveness import next_use
 from ds_finepage.planning.problem import Problem
 
 INFINITY = float("inf")
@@ -144,8 +143,8 @@ class HorizonPlanner:
     # The parts of a pass.
 
     def _next_use(self, buffer: int) -> float:
-        found = next_use(self._uses[buffer], self._position[buffer], self._execution_horizon)
-        return INFINITY if found is None else found
+        uses, position = self._uses[buffer], self._position[buffer]
+        return uses[position] if position < len(uses) else INFINITY
 
     def _evict(self, buffer: int) -> None:
         """Take a buffer's extent away; offload contents that are needed and dirty."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.units import align_up, format_bytes
@@ -90,15 +87,3 @@ def require_feasible(
         f"finepage.device_budget to >= {least + non_arena_bytes} or lower the batch or the length.",
         least + non_arena_bytes,
     )
-
-
-def next_use(indices: Sequence[int], position: int, after: int) -> int | None:
-    """Return the first use at or behind task ``after``; None if there is none.
-
-    Args:
-        indices: Tasks that use a buffer, ascending.
-        position: The place in ``indices`` from which to search.
-        after: The first task that counts.
-    """
-    at = bisect_left(indices, after, position)
-    return indices[at] if at < len(indices) else None

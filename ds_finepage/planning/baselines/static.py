@@ -53,9 +53,10 @@ def plan_static(problem: Problem) -> MemGraph:
         PlanInfeasibleError: Even two layers' weights in turn are too much for the arena.
     """
     problem.require_feasible()
-    static = Static(problem)
-    plans = list(filter(None, map(static.largest, FORMS)))
-    return min(plans, key=partial(_cost, problem)) if plans else static.nothing_kept()
+    plans = list(filter(None, map(partial(largest, problem), FORMS)))
+    if not plans:
+        return realize(problem, script_of(problem.graph, 0))
+    return min(plans, key=partial(_cost, problem))
 
 
 def _cost(problem: Problem, plan: MemGraph) -> int:
@@ -65,65 +66,42 @@ def _cost(problem: Problem, plan: MemGraph) -> int:
     return predicted_ns(plan, problem.profile)[0]
 
 
-class Static:
-    """The schedules of a pass.
+def largest(problem: Problem, form: Form) -> MemGraph | None:
+    """Write the plan with the largest share that fits; None if no share does."""
+    script = partial(script_of, problem.graph, form=form)
+    found = largest_that_fits(problem, script, 1000, step=2)
+    return None if found is None else found[1]
+
+
+def script_of(graph: TaskGraph, permille: int, form: Form = FORMS[0]) -> Script:
+    """Write the schedule with a share of each layer's weights kept.
 
     A *stretch* is the tasks of a layer in program order. The tasks before the first layer are a
     stretch too, and so are those after the last.
     """
+    starts = _stretches(graph)
+    spans = list(zip(starts, [*starts[1:], len(graph.tasks)], strict=True))
+    weights = [_read_by(graph, *span) for span in spans]
+    kept = _kept(graph, weights, permille, form)
+    streamed = [[b for b in layer if b not in kept] for layer in weights]
+    num_layers = len(streamed)
+    steps: list[Step] = []
+    if num_layers == 1:  # there is no next layer
+        steps += [Step(Act.RELOAD, b) for b in streamed[0]]
+    for layer, (begin, end) in enumerate(spans):
+        following = streamed[(layer + 1) % num_layers]
+        steps.append(Step(Act.AWAIT_TASKS))
+        steps += [Step(Act.RELOAD, b) for b in following if b not in streamed[layer]]
+        steps += [Step(Act.COMPUTE, task) for task in range(begin, end)]
+        going = streamed[layer] if num_layers == 1 else set(streamed[layer]) - set(following)
+        steps += [Step(Act.DROP, b) for b in sorted(going)]
+    entry = sorted({*kept, *(streamed[0] if num_layers > 1 else ())})
+    return Script("static", tuple(entry), tuple(steps))
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem, self._graph = problem, problem.graph
-        self._starts = _stretches(problem.graph)
-        self._weights = [self._read_by(*span) for span in self._spans()]
 
-    def _spans(self) -> list[tuple[int, int]]:
-        ends = [*self._starts[1:], len(self._graph.tasks)]
-        return list(zip(self._starts, ends, strict=True))
-
-    def _read_by(self, begin: int, end: int) -> list[int]:
-        buffers = self._graph.buffers
-        return list(
-            dict.fromkeys(
-                b
-                for task in self._graph.tasks[begin:end]
-                for b in task.buffers
-                if buffers[b].kind is BufferKind.WEIGHT
-            )
-        )
-
-    # The schedule.
-
-    def nothing_kept(self) -> MemGraph:
-        """Write the plan that streams all weights.
-
-        Raises:
-            PlanInfeasibleError: It does not fit.
-        """
-        return realize(self._problem, self._script(0))
-
-    def largest(self, form: Form) -> MemGraph | None:
-        """Write the plan with the largest share that fits; None if no share does."""
-        found = largest_that_fits(self._problem, lambda n: self._script(n, form), 1000, step=2)
-        return None if found is None else found[1]
-
-    def _script(self, permille: int, form: Form = FORMS[0]) -> Script:
-        """Write the schedule with a share of each layer's weights kept."""
-        kept = _kept(self._graph, self._weights, permille, form)
-        streamed = [[b for b in layer if b not in kept] for layer in self._weights]
-        num_layers = len(streamed)
-        steps: list[Step] = []
-        if num_layers == 1:  # there is no next layer
-            steps += [Step(Act.RELOAD, b) for b in streamed[0]]
-        for layer, (begin, end) in enumerate(self._spans()):
-            following = streamed[(layer + 1) % num_layers]
-            steps.append(Step(Act.AWAIT_TASKS))
-            steps += [Step(Act.RELOAD, b) for b in following if b not in streamed[layer]]
-            steps += [Step(Act.COMPUTE, task) for task in range(begin, end)]
-            going = streamed[layer] if num_layers == 1 else set(streamed[layer]) - set(following)
-            steps += [Step(Act.DROP, b) for b in sorted(going)]
-        entry = sorted({*kept, *(streamed[0] if num_layers > 1 else ())})
-        return Script("static", tuple(entry), tuple(steps))
+def _read_by(graph: TaskGraph, begin: int, end: int) -> list[int]:
+    used = dict.fromkeys(b for task in graph.tasks[begin:end] for b in task.buffers)
+    return [b for b in used if graph.buffers[b].kind is BufferKind.WEIGHT]
 
 
 def _stretches(graph: TaskGraph) -> list[int]:

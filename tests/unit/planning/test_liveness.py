@@ -12,7 +12,6 @@ from ds_finepage.planning.liveness import (
     live_activation_bytes,
     min_arena_bytes,
     needed_arena_bytes,
-    next_use,
     require_feasible,
     working_set_bytes,
 )
@@ -100,15 +99,3 @@ def test_what_is_needed_around_the_arena_is_added_to_both_numbers() -> None:
     message = str(caught.value)
     assert "min_budget_bytes 1640" in message
     assert "device_budget is 1512 bytes, 512 of them for the arena" in message
-
-
-def test_next_use_is_the_first_at_or_behind_a_task() -> None:
-    assert next_use([1, 4, 9], 0, 0) == 1
-    assert next_use([1, 4, 9], 0, 4) == 4
-    assert next_use([1, 4, 9], 1, 5) == 9
-
-
-def test_next_use_is_none_behind_the_last() -> None:
-    assert next_use([1, 4, 9], 0, 10) is None
-    assert next_use([1, 4, 9], 3, 0) is None
-    assert next_use([], 0, 0) is None

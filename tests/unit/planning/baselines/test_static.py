@@ -10,8 +10,9 @@ from ds_finepage.checker.checker import check
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.baselines.static import FORMS, Static, plan_static
+from ds_finepage.planning.baselines.static import FORMS, largest, plan_static, script_of
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.script import realize
 from ds_finepage.planning.simulator import simulate
 from tests.unit.planning.baselines.layered import CARD, UNIT, layered, moved
 from tests.unit.planning.sketches import sketch
@@ -33,7 +34,7 @@ def resized(graph: TaskGraph, **units: int) -> TaskGraph:
 def in_first_form(graph: TaskGraph, units: int) -> MemGraph:
     """Plan the largest share, in the first form."""
     problem = Problem(graph, arena_bytes=units * UNIT, alignment=UNIT, profile=CARD)
-    found = Static(problem).largest(FORMS[0])
+    found = largest(problem, FORMS[0])
     assert found is not None
     return check(found)
 
@@ -41,7 +42,7 @@ def in_first_form(graph: TaskGraph, units: int) -> MemGraph:
 def test_a_layer_is_brought_in_while_the_one_before_computes() -> None:
     """And the first one while the last does."""
     problem = Problem(layered(2), arena_bytes=6 * UNIT, alignment=UNIT, profile=CARD)
-    streamed = check(Static(problem).nothing_kept())
+    streamed = check(realize(problem, script_of(problem.graph, 0)))
     assert moved(streamed, NodeKind.RELOAD, NodeKind.DROP) == [
         *("reload layers.0.lin0", "reload layers.0.lin1", "embed", "drop embed"),
         *("reload layers.1.lin0", "reload layers.1.lin1", "layers.0.lin0", "layers.0.lin1"),
