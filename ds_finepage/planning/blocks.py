@@ -42,13 +42,11 @@ class BlockList:
         """Go over the blocks by ascending address."""
         return iter(self._blocks)
 
-    def snapshot(self) -> list[Block]:
-        """Return the state, for :meth:`restore`."""
-        return list(self._blocks)
-
-    def restore(self, snapshot: list[Block]) -> None:
-        """Return to an earlier state."""
-        self._blocks = list(snapshot)
+    def copy(self) -> BlockList:
+        """Return another list of the same blocks."""
+        found = BlockList(0)
+        found._blocks = list(self._blocks)
+        return found
 
     def alloc(self, buffer: int, nbytes: int) -> tuple[Extent, list[int]] | None:
         """Give bytes to a buffer without evicting anything.

@@ -184,10 +184,8 @@ class HorizonPlanner:
 
     def _fit(self, buffers: list[int]) -> bool:
         """Tell whether free memory has room for all of these buffers."""
-        snapshot = self._blocks.snapshot()
-        found = all(self._blocks.alloc(b, self._size(b)) is not None for b in buffers)
-        self._blocks.restore(snapshot)
-        return found
+        trial = self._blocks.copy()
+        return all(trial.alloc(b, self._size(b)) is not None for b in buffers)
 
     def _force_all(self, task: Task) -> None:
         """Make a task's buffers resident, evicting any others."""

@@ -72,14 +72,6 @@ def test_freeing_a_buffer_without_a_block_is_our_own_mistake() -> None:
         filled(64).free(3, 1)
 
 
-def test_bytes_that_were_never_used_come_first_at_any_address() -> None:
-    blocks = BlockList(256)
-    blocks.alloc(0, 64)
-    blocks.alloc(1, 64)
-    blocks.free(0, 1)
-    assert blocks.alloc(2, 64) == (Extent(128, 64), [])
-
-
 def test_the_rest_of_a_run_keeps_the_stamp_of_its_last_block() -> None:
     blocks = freed([64, 128], [3, 8])
     blocks.alloc(9, 128)
@@ -118,26 +110,13 @@ def test_alloc_at_over_an_owner_is_our_own_mistake(offset: int) -> None:
     assert layout(blocks) == [(0, 128, 0), (128, 64, 1)]
 
 
-# --- going back ------------------------------------------------------------------------------
-
-
-def test_restore_returns_to_the_snapshot() -> None:
+def test_a_copy_goes_its_own_way() -> None:
     blocks = freed([64, 64, 64], [None, 3, None])
-    snapshot, before = blocks.snapshot(), list(blocks)
-    blocks.alloc(9, 64)
-    blocks.free(0, 11)
-    assert list(blocks) != before
-    blocks.restore(snapshot)
-    assert list(blocks) == before
-
-
-def test_a_snapshot_can_be_restored_twice() -> None:
-    blocks = BlockList(128)
-    snapshot = blocks.snapshot()
-    for _ in range(2):
-        blocks.alloc(1, 64)
-        blocks.restore(snapshot)
-        assert layout(blocks) == [(0, 128, FREE)]
+    before = list(blocks)
+    trial = blocks.copy()
+    assert trial.alloc(9, 64) is not None
+    trial.free(0, 11)
+    assert list(trial) != before == list(blocks)
 
 
 # --- windows of victims ----------------------------------------------------------------------
