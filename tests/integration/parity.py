@@ -29,8 +29,8 @@ def only_cut_plans() -> Iterator[None]:
     """Let finepage cut weights always: whole ones are often as good for models this small."""
     whole = search._plans_of_whole_weights
 
-    def if_needed(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]:
-        return iter(()) if plans.tried else whole(plans, problem)
+    def if_needed(plans: BestPlans, problem: Problem, *, has_ring: bool) -> Iterator[Plan | None]:
+        return iter(()) if plans.tried else whole(plans, problem, has_ring=has_ring)
 
     with mock.patch.object(search, "_plans_of_whole_weights", if_needed):
         yield

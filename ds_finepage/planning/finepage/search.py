@@ -72,15 +72,15 @@ def plan_finepage(problem: Problem) -> MemGraph:
         if plans.best is not None:
             return plans.best
         problem = dataclasses.replace(problem, shared=())
-    plans = BestPlans(problem)
+    plans, has_ring = BestPlans(problem), True
     if problem.split:
-        _offer(plans, problem, _plans_that_cut)
+        has_ring = _offer(plans, problem, _plans_that_cut)
     if not plans.tried:
         problem = _in_exact_slices(problem)
         problem.require_feasible()
         plans = BestPlans(problem)
     if not plans.tried or (not plans.has_fastest and _looking_rows_up(problem).is_feasible):
-        _offer(plans, problem, _plans_of_whole_weights)
+        _offer(plans, problem, partial(_plans_of_whole_weights, has_ring=has_ring))
     assert plans.best is not None, "keeping nothing is always possible"
     return plans.best
 
@@ -97,14 +97,19 @@ Candidates = Callable[[BestPlans, Problem], Iterator[Plan | None]]
 """Yields plans of a pass; it sees what became of those before."""
 
 
-def _offer(plans: BestPlans, problem: Problem, candidates: Candidates) -> None:
-    """Offer plans of the pass as it is and, if none is good, with cheap tasks run again."""
+def _offer(plans: BestPlans, problem: Problem, candidates: Candidates) -> bool:
+    """Offer plans of the pass as it is and, if none is good, with cheap tasks run again.
+
+    Returns:
+        Whether the pass as it is has a plan.
+    """
     plans.offer_all(candidates(plans, problem))
-    if plans.moves_nothing or plans.has_good:
-        return
-    again = problem.once(("recompute",), partial(recompute, alignment=problem.alignment))
-    if again is not problem.graph:
-        plans.offer_all(candidates(plans, problem.of(again)))
+    has_plan = bool(plans.tried)
+    if not plans.moves_nothing and not plans.has_good:
+        again = problem.once(("recompute",), partial(recompute, alignment=problem.alignment))
+        if again is not problem.graph:
+            plans.offer_all(candidates(plans, problem.of(again)))
+    return has_plan
 
 
 def _plans_that_cut(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]:
@@ -114,13 +119,15 @@ def _plans_that_cut(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]
         yield from _plans_with_ring(plans, _looking_rows_up(problem), may_split=True)
 
 
-def _plans_of_whole_weights(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]:
+def _plans_of_whole_weights(
+    plans: BestPlans, problem: Problem, *, has_ring: bool
+) -> Iterator[Plan | None]:
     """Yield plans of whole weights: by a ring, or else without one."""
     kept = tables_to_leave(problem.graph, problem.arena_bytes) if problem.split else frozenset()
     whole = _looking_rows_up(problem, kept)
     yield from _plans_with_ring(plans, whole, may_split=False)
     # Without a machine bytes alone count, and the published algorithm may move fewer.
-    if not plans.tried or problem.profile is None:
+    if not has_ring or not plans.tried or problem.profile is None:
         yield from plans_without_ring(whole)
 
 

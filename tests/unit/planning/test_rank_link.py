@@ -140,7 +140,8 @@ def test_two_ranks_reload_twice_as_fast() -> None:
     problem = Problem(uneven(), 2560, 64, replace(PLAIN, transfer_latency_ns=1))
     search = BestPlans(problem)
     search.offer(plan_finepage(problem))
-    ((moved, fastest_ns, _),) = search.tried
+    (found,) = search.tried
+    moved, fastest_ns = found.moved_bytes, found.total_ns
     assert search.may_win(198 * fastest_ns // 100, 0)  # PLAIN copies a byte in a nanosecond
     assert search.may_win(2 * moved - 2, fastest_ns - moved)
     assert not search.may_win(2 * moved, fastest_ns - moved)
