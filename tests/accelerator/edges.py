@@ -1,21 +1,16 @@
 """Every kind of wait between streams and the host: a scenario that needs it, and how to omit it.
 
-    python -m tests.accelerator.edges docs/negative_proofs.md
-
-runs every scenario on the test device with 20 seeds, with the wait and without it, and writes the
-table of the document. A scenario returns True if its results are right. The seed draws its inputs
-and the delays, which lie on the device.
+A scenario returns True if its results are right. The seed draws its inputs and the delays, which
+lie on the test device. docs/negative_proofs.md lists all of them.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,18 +25,11 @@ from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.integrations.transformers.host_cache import HostLayer
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.rewrite.embeddings import gather_rows
-from tests.accelerator.failures import write_table
 from tests.accelerator.omitting import lanes_without, lanes_without_waits
-from tests.device import loading
 from tests.unit.execution.graphs import INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.execution.lane_programs import program_of
 from tests.unit.execution.rig import N, Rig, copied_to_host, deep, deep_in_eager, thrice_tanh
 
-MARK = "<!-- python -m tests.accelerator.edges docs/negative_proofs.md -->"
-END = "<!-- end of the edges -->"
-"""In the document, above and below the table."""
-
-SEEDS = 20
 PASSES = 3
 MS = 10**6  # nanoseconds
 ALONE = 30 * MS
@@ -379,16 +367,3 @@ EDGES = (
         omit=indices_without_a_wait,
     ),
 )
-
-
-def rows_of_the_document(device: torch.device) -> Iterator[tuple[str, ...]]:
-    """Run every edge with all seeds."""
-    yield "first", "then", "where the product waits", "right with it", "wrong without it"
-    for edge in EDGES:
-        held = sum(is_right(edge, device, seed, omit=False) for seed in range(SEEDS))
-        seen = sum(not is_right(edge, device, seed, omit=True) for seed in range(SEEDS))
-        yield edge.first, edge.then, edge.by, f"{held} of {SEEDS}", f"{seen} of {SEEDS}"
-
-
-if __name__ == "__main__":
-    write_table(Path(sys.argv[1]), MARK, END, rows_of_the_document(loading.load()))
