@@ -1,6 +1,6 @@
 """Put small faults into a copy of the program, one at a time, and see whether tests notice.
 
-    python -m tests.mutation [--only NAME ...] [--list] [--jobs N] [--timeout SECONDS]
+    python -m tests.mutation [--only NAME ...] [--jobs N] [--timeout SECONDS]
 
 Each fault is one line (``tests/mutations``), and the tests nearest to it alone look for it. The
 repository itself is never changed. A fault that the tests notice is killed; one that they do not
@@ -207,7 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script; return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", metavar="NAME", help="look at this one alone")
-    parser.add_argument("--list", action="store_true", help="list the faults and their tests")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="look at N at a time")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="a fault")
     options = parser.parse_args(arguments)
@@ -217,10 +216,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 2
-    if options.list:
-        for mutant in chosen:
-            print(f"{mutant.name}  {mutant.file}  {' '.join(mutant.tests)}")
-        return 0
     start = time.perf_counter()
     if not passes_without(chosen, options.timeout * 4):
         return 2

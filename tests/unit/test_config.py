@@ -107,7 +107,7 @@ def test_shares_are_exact_at_any_size() -> None:
         ((0, -1, "0", "0GiB", "-6GiB"), "less than 1 byte"),
         (
             ("", "lots", "6G", "1e9", "%device", "40%%device", "1.%weights"),
-            r"finepage\.device_budget: cannot read .*6GiB",
+            "cannot read .*6GiB",
         ),
         (
             (True, False, None, 0.4, 6e9, [], {}),
@@ -118,13 +118,8 @@ def test_shares_are_exact_at_any_size() -> None:
 )
 def test_what_is_no_budget_is_refused(values: tuple[object, ...], message: str) -> None:
     for value in values:
-        with pytest.raises(ConfigError, match=message):
-            DeviceBudget.parse(value)
-
-
-def test_the_error_names_the_setting_it_was_given() -> None:
-    with pytest.raises(ConfigError, match="^--device-budget: "):
-        DeviceBudget.parse("40%", name="--device-budget")
+        with pytest.raises(ConfigError, match=f"^--budget: .*{message}"):
+            DeviceBudget.parse(value, name="--budget")
 
 
 @pytest.mark.parametrize(
@@ -259,32 +254,20 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
-    [("enable", "enabled"), ("device_budjet", "device_budget"), ("polciy", "policy")],
-)
-def test_a_misspelt_key_is_refused(key: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown key '{key}'. Did you mean '{meant}'?") as error:
-        read({key: True})
-    for known in ("enabled", "device_budget", "policy", "debug", "report"):
-        assert known in str(error.value)
-
-
-@pytest.mark.parametrize("section", [True, "on", 1, [], [("enabled", True)], None])
-def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
-    with pytest.raises(ConfigError, match="is not an object"):
-        read(section)
-
-
-@pytest.mark.parametrize(
     ("section", "message"),
     [
+        (None, "is not an object"),
+        ([], "is not an object"),
+        ([("enabled", True)], "is not an object"),
+        ({"enable": True}, "unknown key 'enable'. Did you mean 'enabled'"),
+        ({"polciy": True}, "unknown key 'polciy'. Did you mean 'policy'?.*device_budget, .*report"),
         ({"enabled": False, "zzz": 1}, "unknown key 'zzz'. Known: enabled, device_budget"),
         ({3: True}, "unknown key 3"),
         ({"enabled": 1}, r"finepage\.enabled: 1 is not a truth value"),
         ({"enabled": "true"}, "not a truth value"),
         ({"enabled": None}, "not a truth value"),
         ({"device_budget": None}, "not a budget"),
-        ({"device_budget": "40%"}, "ambiguous"),
+        ({"device_budget": "40%"}, r"finepage\.device_budget: .*ambiguous"),
         ({"policy": None}, r"finepage\.policy: None is not a text"),
         ({"policy": 3}, "is not a text"),
         ({"policy": "fine_page"}, "unknown policy 'fine_page'. Did you mean 'finepage'?"),
@@ -310,7 +293,7 @@ def test_a_section_that_is_not_an_object_is_refused(section: object) -> None:
         ({"weights_group": 33}, r"finepage\.weights_group: 33 is odd"),
     ],
 )
-def test_bad_keys_and_values_are_refused(section: dict[Any, Any], message: str) -> None:
+def test_bad_keys_and_values_are_refused(section: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(section)
 
@@ -318,11 +301,8 @@ def test_bad_keys_and_values_are_refused(section: dict[Any, Any], message: str) 
 # --- the section inside a ds_config ------------------------------------------------------------
 
 
-def test_the_section_is_found() -> None:
+def test_the_section_is_found_where_there_is_one() -> None:
     assert section_of({"finepage": {"enabled": True}, "steps_per_print": 1}) == {"enabled": True}
-
-
-def test_a_ds_config_without_the_section_has_none() -> None:
     assert section_of({"train_micro_batch_size_per_gpu": 1, "finetune": {}, "page": 1}) == {}
 
 
@@ -340,7 +320,10 @@ def test_a_misspelt_section_is_refused(key: str) -> None:
         section_of({key: {"enabled": True}})
 
 
-def test_nearest_names_one_or_nothing() -> None:
+def test_the_nearest_name_is_told_and_all_that_are_known() -> None:
+    found = did_you_mean("llama-7", ["llama-7b", "t5"])
+    assert found == "Did you mean 'llama-7b'? Known: llama-7b, t5."
+    assert did_you_mean("zzz", ["a", "b"]) == "Known: a, b."
     assert nearest("LLAMA-7", ["llama-7b", "t5"]) == "Did you mean 'llama-7b'? "
     assert nearest("llama-7", ["llama-7b"], cutoff=0.99) == nearest("zzz", ["a"]) == ""
 

@@ -76,20 +76,6 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield node.module
 
 
-def imported_at_once(tree: ast.Module) -> Iterator[str]:
-    """Modules that importing a file imports: not those inside functions or for typing."""
-    todo: list[ast.AST] = list(tree.body)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            todo.extend(node.orelse)
-            continue
-        yield from imported(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else ()
-        todo.extend(ast.iter_child_nodes(node))
-
-
 def why_not(importer: str, imported_module: str) -> str | None:
     """Say what is wrong with an import of one of our modules, if anything is."""
     target = unit_named([*imported_module.split(".")[1:], ""])
@@ -150,11 +136,6 @@ def test_the_planners_side_never_imports_torch(unit: str) -> None:
             names = list(imported(ast.parse(path.read_text())))
             assert [n for n in names if n.split(".")[0] in HEAVY] == [], path
             assert [n for n in names if n.startswith(f"{PACKAGE}._compat")] == [], path
-
-
-def test_the_package_imports_torch_only_when_asked() -> None:
-    names = imported_at_once(ast.parse((ROOT / "__init__.py").read_text()))
-    assert [name for name in names if name.split(".")[0] in HEAVY] == []
 
 
 def test_planning_starts_without_torch() -> None:

@@ -84,12 +84,6 @@ def test_a_name_that_nobody_has_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "no fault has the name nothing" in capsys.readouterr().err
 
 
-def test_the_list_names_every_fault_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [[m.name, m.file] for m in MUTANTS]
-
-
 def outcomes(*verdicts: str, is_named: bool = False) -> list[Outcome]:
     return [Outcome(a_mutant(is_named=is_named), verdict, 1, "") for verdict in verdicts]
 
