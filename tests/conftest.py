@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,6 +24,9 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("repeatable")
 
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+Script = Callable[[str], Any]
 
 FOLDERS = ("tests/integration/", "tests/accelerator/", "tests/e2e/")
 """Their tests are slow, except one or a few for each thing that ds_finepage can do."""
@@ -39,7 +46,7 @@ BY_DEFAULT = (
     "integration/test_deepspeed.py::test_forward_and_generate",
     "integration/test_deepspeed.py::test_without_finepage_an_engine_is_exactly_stock",
     "integration/test_drafts.py::test_a_stand_in_drafts_from_the_weights_that_are_there",
-    "integration/test_encoders.py::test_a_pipeline_gives_what_it_gives_without_finepage[Bert",
+    "integration/test_encoders.py",
     "integration/test_experts.py::test_a_step_reloads_the_experts_that_it_uses[mixtral-grouped_mm",
     "integration/test_families.py::test_logits_and_tokens_are_those_of_plain_transformers[llama",
     "integration/test_generation.py::test_the_default_cache_gives_the_tokens_of_plain_transformers"
@@ -81,6 +88,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    """Import scripts of benchmarks/ by name, for the tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module
+    for path in BENCHMARKS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture(autouse=True)

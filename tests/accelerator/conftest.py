@@ -11,8 +11,9 @@ import torch
 
 from tests.device import loading
 from tests.device.plugin import slowcard_device
+from tests.integration.detaching import detached
 
-__all__ = ["slowcard_device"]
+__all__ = ["detached", "slowcard_device"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integration.detaching import detached
 from tests.integration.engines import one_process_deepspeed
+
+__all__ = ["detached"]
 
 LINEAR = torch.nn.functional.linear
 

@@ -18,6 +18,7 @@ import torch
 from ds_finepage.compare.arms import ARMS
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.integrations.deepspeed.one_process import ONE_PROCESS, UNUSED_OP
+from tests.integration.families import tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,18 +77,8 @@ def ds_config(
 
 def static_tokens(model: Any, ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Generate greedily with a static cache, as the arms of a comparison do."""
-    with torch.no_grad():
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            cache_implementation="static",
-            disable_compile=True,
-        )
-    assert isinstance(found, torch.Tensor)
-    return found
+    more = {"min_new_tokens": num_tokens, "disable_compile": True}
+    return tokens(model, ids, num_tokens, attention_mask=torch.ones_like(ids), **more)
 
 
 def load_arm(request: RunRequest) -> Engine:

@@ -207,6 +207,19 @@ def greedy(model: Any, **settings: Any) -> torch.Tensor:
     )
 
 
+class Streamer:
+    """Keeps what comes out: the prompt, and each token."""
+
+    def __init__(self) -> None:
+        self.got: list[torch.Tensor] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.reshape(-1).clone())
+
+    def end(self) -> None:
+        pass
+
+
 def tiny(seed: int = 0) -> torch.nn.Sequential:
     """Make two products with something in between, for what needs no language model."""
     torch.manual_seed(seed)

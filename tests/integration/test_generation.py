@@ -12,7 +12,15 @@ import torch
 
 from ds_finepage.api import attach
 from ds_finepage.capture import recorder
-from tests.integration.families import CACHE, greedy, left_padded, make_model, token_ids, tokens
+from tests.integration.families import (
+    CACHE,
+    Streamer,
+    greedy,
+    left_padded,
+    make_model,
+    token_ids,
+    tokens,
+)
 from tests.integration.parity import same_at_every_budget
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -39,17 +47,6 @@ def test_the_default_cache_gives_the_tokens_of_plain_transformers(
         return [tokens(model, token_ids(n), NUM_TOKENS, cache=None) for n in PROMPTS]
 
     same_at_every_budget(model, run)
-
-
-class Streamer:
-    def __init__(self) -> None:
-        self.got: list[torch.Tensor] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.got.append(value.reshape(-1).clone())
-
-    def end(self) -> None:
-        pass
 
 
 def seeded(model: Any, **settings: Any) -> torch.Tensor:
@@ -109,7 +106,6 @@ def test_any_decoding_is_that_of_plain_transformers() -> None:
             handle.replan(budget_bytes=3 * least)
         assert torch.equal(decode(model), plain[name]), name
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-    handle.detach()
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")
@@ -129,7 +125,18 @@ def test_what_cannot_be_captured_with_symbols_is_captured_size_by_size(
     said = [r for r in caplog.records if "is captured by itself" in r.message]
     assert 0 < len(said) <= handle.stats.num_captures
     assert "failed while attempting" not in capfd.readouterr().err
-    handle.detach()
+
+
+def test_models_with_other_numbers_have_plans_too() -> None:
+    """The heads differ in width, so attention has another scale."""
+    for num_heads in (2, 4):
+        sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+        model = make_model("llama", num_hidden_layers=1, **sizes)
+        plain = tokens(model, token_ids(7), 3)
+        handle = attach(model, device_budget="64MiB", device="cpu")
+        assert torch.equal(tokens(model, token_ids(7), 3), plain)
+        handle.detach()
+        assert handle.stats.num_unplanned_graphs == 0, handle.stats.unplanned_reasons
 
 
 # What stays behind.
@@ -155,4 +162,3 @@ def test_memory_does_not_grow_over_many_calls() -> None:
     (tensors_before, rss_before), (tensors_after, rss_after) = seen
     assert tensors_after == tensors_before
     assert rss_after - rss_before <= 2 << 20
-    handle.detach()

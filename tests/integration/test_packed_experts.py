@@ -59,14 +59,11 @@ def test_packed_experts_are_the_same_at_every_budget(
     # Other products in slices are the same up to rounding only, so they stay whole.
     monkeypatch.setattr(split, "MATMULS", dict.fromkeys(PACKED_PRODUCTS, 1))
     handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOW_LINK, split=is_split)
-    try:
-        assert all(map(torch.equal, results(model, PROMPT), plain))
-        least, weight_bytes = handle.stats.min_budget_bytes, handle.stats.weight_bytes
-        for seed, share in enumerate(SHARES):
-            budget = int(least + share * weight_bytes)
-            same_within(handle, lambda: results(model, PROMPT), plain, budget, seed)
-            step: PassStats = max(handle.stats.passes, key=lambda p: p.num_runs)
-            assert step.last_reloaded_bytes >= step.lower_bound_bytes
-        assert not handle.stats.unplanned_reasons
-    finally:
-        handle.detach()
+    assert all(map(torch.equal, results(model, PROMPT), plain))
+    least, weight_bytes = handle.stats.min_budget_bytes, handle.stats.weight_bytes
+    for seed, share in enumerate(SHARES):
+        budget = int(least + share * weight_bytes)
+        same_within(handle, lambda: results(model, PROMPT), plain, budget, seed)
+        step: PassStats = max(handle.stats.passes, key=lambda p: p.num_runs)
+        assert step.last_reloaded_bytes >= step.lower_bound_bytes
+    assert not handle.stats.unplanned_reasons

@@ -15,6 +15,7 @@ from ds_finepage.config import (
     FinepageConfig,
     HostBudget,
     PackedName,
+    did_you_mean,
     nearest,
     section_of,
 )
