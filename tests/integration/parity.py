@@ -54,16 +54,23 @@ def shows_masters(handle: Handle) -> bool:
     )
 
 
-def results(model: Any, prompt: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tokens of a generation, and the logits of each."""
+def results(
+    model: Any, prompt: torch.Tensor, num_tokens: int = 3, *, cache: str | None = None
+) -> list[torch.Tensor]:
+    """Generate greedily; return the tokens, and the logits of each step, the prompt's first.
+
+    Of a static cache it returns those of the prompt alone: a step of plain transformers attends
+    over its padding, too, so that sums may come in another order.
+    """
     found = model.generate(
         prompt,
-        max_new_tokens=3,
+        max_new_tokens=num_tokens,
         do_sample=False,
+        cache_implementation=cache,
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return [found.sequences, *found.logits]
+    return [found.sequences, *found.logits[: 1 if cache == "static" else None]]
 
 
 def same_within(

@@ -21,7 +21,7 @@ from ds_finepage.config import DebugConfig
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.runtime.handle import Handle
 from tests.integration.families import FAMILIES, MORE_FAMILIES, make_model, token_ids, tokens
-from tests.integration.parity import equal, same_at_every_budget
+from tests.integration.parity import equal, results, same_at_every_budget
 
 POLICIES = ("finepage", "horizon")
 BUDGETS = ("min", "25%", "50%", "100%")
@@ -36,24 +36,8 @@ OF_TWO_KINDS = ("gemma2", "gemma3")
 PROMPT = token_ids(7)
 
 
-def steps(
-    model: Any, num_tokens: int = NUM_TOKENS, *, cache: str | None = "static"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generate greedily; return the tokens, and the logits of each step, the prompt's first.
-
-    Of a static cache it returns those of the prompt alone: a step of plain transformers attends
-    over its padding, too, so that sums may come in another order.
-    """
-    with torch.no_grad():
-        found = model.generate(
-            PROMPT,
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            cache_implementation=cache,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    return found.sequences, torch.stack(found.logits[: 1 if cache == "static" else None])
+def steps(model: Any) -> list[torch.Tensor]:
+    return results(model, PROMPT, NUM_TOKENS, cache="static")
 
 
 @dataclass
@@ -62,7 +46,7 @@ class Case:
 
     model: Any
     dtype: torch.dtype
-    steps: tuple[torch.Tensor, torch.Tensor]
+    steps: list[torch.Tensor]
     tokens_default_cache: torch.Tensor
     handle: Handle
 
@@ -72,7 +56,7 @@ class Case:
         return self.handle.stats.needed_budget_bytes * int(budget.rstrip("%")) // 100
 
 
-def plain_steps(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_steps(model: Any) -> list[torch.Tensor]:
     """Return what plain transformers does with the masks that it makes in a trace.
 
     Older versions leave a prompt's causal mask out, but not in a trace. Without it a static cache
@@ -149,6 +133,6 @@ def test_more_families_are_those_of_plain_transformers(family: str) -> None:
             # BLOOM's activation is an autograd function, of which Dynamo makes an object.
             warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
             kinds = ("static", None) if family == "gemma3" else (None,)
-            return [steps(model, 4, cache=kind) for kind in kinds]
+            return [results(model, PROMPT, 4, cache=kind) for kind in kinds]
 
     same_at_every_budget(model, run, budgets=("min",))

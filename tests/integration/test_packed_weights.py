@@ -75,20 +75,17 @@ def test_without_split_no_weight_is_needed_whole(
     expected = results(model, PROMPT)
     assert not all(map(torch.equal, expected, plain))
     handle = attach(model, device_budget="1GiB", device="cpu", policy=policy)
-    try:
-        assert all(map(torch.equal, results(model, PROMPT), expected))
-        least = handle.stats.min_budget_bytes
-        assert least < model.lm_head.weight.nbytes
-        for seed, budget_bytes in enumerate((least, least * 5 // 4, least * 2)):
-            same_within(handle, lambda: results(model, PROMPT), expected, budget_bytes, seed)
-        handle.replan(budget_bytes=least)
-        results(model, PROMPT)
-        tight = min((m for m, _ in handle.plans()), key=lambda m: m.arena_bytes)
-        ops = [t.op for t in tight.graph.tasks]
-        assert ops.count(SLICED_LINEAR) == 2048 // 64 and ops.count(PACKED_LINEAR) > 7
-        assert not handle.stats.unplanned_reasons
-    finally:
-        handle.detach()
+    assert all(map(torch.equal, results(model, PROMPT), expected))
+    least = handle.stats.min_budget_bytes
+    assert least < model.lm_head.weight.nbytes
+    for seed, budget_bytes in enumerate((least, least * 5 // 4, least * 2)):
+        same_within(handle, lambda: results(model, PROMPT), expected, budget_bytes, seed)
+    handle.replan(budget_bytes=least)
+    results(model, PROMPT)
+    tight = min((m for m, _ in handle.plans()), key=lambda m: m.arena_bytes)
+    ops = [t.op for t in tight.graph.tasks]
+    assert ops.count(SLICED_LINEAR) == 2048 // 64 and ops.count(PACKED_LINEAR) > 7
+    assert not handle.stats.unplanned_reasons
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,4 +127,3 @@ def test_a_stand_in_has_what_the_folder_keeps_of_a_packed_model(
     for name, copied in handle.draft.named_modules():
         if isinstance(copied, PackedLinear):
             assert torch.equal(copied.numbers, packed.get_submodule(name).numbers)
-    handle.detach()
