@@ -46,10 +46,9 @@ def test_the_best_batch_runs_under_the_budget_with_plain_tokens(family: str) -> 
 
 def test_no_more_sequences_than_there_are() -> None:
     model = make_model("llama")
-    handle = attach(model, device_budget="50%weights", device="cpu", profile=SLOW)
+    attach(model, device_budget="50%weights", device="cpu", profile=SLOW)
     most = ds_finepage.best_batch(model, PROMPT, NEW).batch
     assert ds_finepage.best_batch(model, PROMPT, NEW, most=most // 2).batch == most // 2
-    handle.detach()
 
 
 def test_host_memory_is_what_is_free_beside_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +62,6 @@ def test_host_memory_is_what_is_free_beside_the_weights(monkeypatch: pytest.Monk
     assert found.step.host_bytes <= free + handle.stats.weight_bytes
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=10 * free))
     assert ds_finepage.best_batch(model, PROMPT, NEW).batch > found.batch
-    handle.detach()
 
 
 def test_the_cache_is_where_the_config_has_it() -> None:
@@ -97,16 +95,14 @@ def test_packed_weights_are_planned_packed(given: str) -> None:
     found = ds_finepage.best_batch(model, PROMPT, NEW)
     assert found.step.weights == "int8, group 32"
     assert found.step.weight_bytes == handle.stats.weight_bytes
-    handle.detach()
 
 
 def test_a_budget_without_room_for_one_sequence_is_refused() -> None:
     model = make_model("llama")
-    handle = attach(model, device_budget=100_000, device="cpu", profile=SLOW)
+    attach(model, device_budget=100_000, device="cpu", profile=SLOW)
     with pytest.raises(PlanInfeasibleError) as caught:
         ds_finepage.best_batch(model, PROMPT, NEW)
     assert caught.value.min_budget_bytes is not None and caught.value.min_budget_bytes > 100_000
-    handle.detach()
 
 
 def test_what_no_batch_can_be_found_for() -> None:
@@ -128,7 +124,6 @@ def test_what_no_batch_can_be_found_for() -> None:
     handle = attach(plain, device_budget="1MiB", device="cpu", profile=SLOW)
     with pytest.raises(ConfigError, match="Linear has no config of transformers"):
         ds_finepage.best_batch(plain, PROMPT, NEW)
-    handle.detach()
 
 
 @pytest.mark.parametrize(
@@ -138,18 +133,16 @@ def test_ranks_that_share_a_model_are_refused(
     name: str, value: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model("llama")
-    handle = attach(model, device_budget="50%weights", device="cpu", profile=SLOW)
+    attach(model, device_budget="50%weights", device="cpu", profile=SLOW)
     monkeypatch.setattr(Ranks, name, value)
     with pytest.raises(ConfigError, match="several ranks share the model"):
         ds_finepage.best_batch(model, PROMPT, NEW)
     monkeypatch.undo()
-    handle.detach()
 
 
 def test_weights_that_another_library_has_quantised_are_refused() -> None:
     model = make_model("llama")
-    handle = attach(model, device_budget="50%weights", device="cpu", profile=SLOW)
+    attach(model, device_budget="50%weights", device="cpu", profile=SLOW)
     model.config.quantization_config = {"quant_method": "torchao"}
     with pytest.raises(ConfigError, match="another library has quantised it"):
         ds_finepage.best_batch(model, PROMPT, NEW)
-    handle.detach()

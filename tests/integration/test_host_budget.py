@@ -40,7 +40,6 @@ def test_weights_above_the_budget_are_refused_with_both_numbers(llama: Any) -> N
         on_host(llama, need - 1)
     handle = on_host(llama, need)
     assert handle.stats.host_bytes == handle.stats.host_budget_bytes == need
-    handle.detach()
 
 
 def test_without_a_number_the_budget_is_what_is_free(llama: Any) -> None:
@@ -52,7 +51,6 @@ def test_without_a_number_the_budget_is_what_is_free(llama: Any) -> None:
     handle.detach()
     handle = on_host(llama, "50%host")
     assert handle.stats.host_budget_bytes == total // 2
-    handle.detach()
 
 
 def test_a_generation_beyond_the_budget_is_refused_before_its_first_token(llama: Any) -> None:
@@ -65,7 +63,6 @@ def test_a_generation_beyond_the_budget_is_refused_before_its_first_token(llama:
         llama.generate(token_ids(9), max_new_tokens=100 + device_rows, do_sample=False)
     assert handle.stats.num_captures == num_captures
     assert torch.equal(llama.generate(token_ids(9), max_new_tokens=40, do_sample=False), expected)
-    handle.detach()
 
 
 def test_a_cache_that_grows_beyond_the_budget_is_refused_and_keeps_its_rows(llama: Any) -> None:
@@ -93,7 +90,6 @@ def test_weights_that_are_a_drafts_count_too(llama: Any) -> None:
     assert handle.stats.host_bytes == weights_of(llama) + weights_of(draft)
     handle.take_draft(None)
     assert handle.stats.host_bytes == weights_of(llama)
-    handle.detach()
 
 
 def test_the_pinned_pool_counts(llama: Any) -> None:
@@ -104,4 +100,3 @@ def test_the_pinned_pool_counts(llama: Any) -> None:
     with pytest.raises(PlanInfeasibleError, match=f"{1 << 20} of them for what is not on the dev"):
         memory.require_host(1 << 20)
     memory.require_host((1 << 20) - 1000)
-    handle.detach()

@@ -210,7 +210,6 @@ def test_a_normalization_that_only_reads_is_a_weight() -> None:
     with torch.no_grad():
         model(ROW[None])
     assert names_of(handle) >= {"0.running_mean", "0.running_var"}
-    handle.detach()
 
 
 class Cached(nn.Module):
@@ -306,7 +305,6 @@ def test_a_module_outside_any_graph_has_its_buffers() -> None:
     with torch.no_grad():
         assert torch.equal(model(ROW), same(ROW))
     assert names_of(handle) == {"inner.table", "inner.weight"}
-    handle.detach()
 
 
 def test_a_tensor_that_shares_its_storage_is_no_weight() -> None:
@@ -320,7 +318,6 @@ def test_a_tensor_that_shares_its_storage_is_no_weight() -> None:
     assert names_of(handle) == {"weight"}
     with pytest.raises(StoreError, match="detach it first"):
         attached(model)
-    handle.detach()
 
 
 def test_a_buffer_of_another_attached_model_is_no_weight() -> None:
@@ -330,8 +327,6 @@ def test_a_buffer_of_another_attached_model_is_no_weight() -> None:
     assert [names_of(handle) for handle in handles] == [{"table", "weight"}, {"weight"}]
     with torch.no_grad():
         assert torch.equal(first(ROW), second(ROW))
-    for handle in handles:
-        handle.detach()
 
 
 def test_a_buffer_that_was_refused_stays_refused_when_the_model_grows(
@@ -346,7 +341,6 @@ def test_a_buffer_that_was_refused_stays_refused_when_the_model_grows(
         model(ROW)
     assert names_of(handle) == {"0.weight", "1.table", "1.weight"}
     assert caplog.text.count("stay on the device: 0.table") == 1
-    handle.detach()
 
 
 def test_tied_buffers_are_one_weight() -> None:
@@ -354,7 +348,6 @@ def test_tied_buffers_are_one_weight() -> None:
     model[1].table = model[0].table
     handle = attached(model)
     assert names_of(handle) == {"0.table", "0.weight", "1.weight"}
-    handle.detach()
 
 
 def test_tensors_of_inference_mode_are_taken_and_come_back() -> None:

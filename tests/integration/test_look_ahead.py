@@ -8,7 +8,6 @@ import psutil
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 from ds_finepage.api import attach
 from ds_finepage.capture.from_config import capture_config
@@ -16,7 +15,7 @@ from ds_finepage.errors import CaptureError, PlanInfeasibleError, StoreError
 from ds_finepage.integrations.transformers.preflight import Longest, Preflight
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.model import pack_model
-from tests.integration.families import CACHE, LAST, make_model, token_ids, tokens
+from tests.integration.families import CACHE, LAST, Streamer, make_model, token_ids, tokens
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -33,7 +32,6 @@ def test_a_cache_that_fits_nowhere_is_refused_before_the_first_token(
     with pytest.raises(PlanInfeasibleError, match=f"{need} bytes.*1048576.*1000 bytes of host"):
         model.generate(token_ids(6), **settings)
     assert handle.stats.num_captures == 0
-    handle.detach()
 
 
 @pytest.mark.parametrize("change", ({"num_hidden_layers": 2}, {"num_key_value_heads": 4}))
@@ -43,24 +41,10 @@ def test_the_cache_of_another_model_is_refused(change: dict[str, int]) -> None:
     cache = DynamicCache(config=other.config)
     with torch.no_grad():
         other(token_ids(4), **{CACHE: cache}, **LAST)
-        handle = attach(model, device_budget="64MiB", device="cpu")
+        attach(model, device_budget="64MiB", device="cpu")
         with pytest.raises(StoreError, match="cache of another model"):
             model(token_ids(1), **{CACHE: cache}, **LAST)
         model(token_ids(1), use_cache=True)
-    handle.detach()
-
-
-class Emitted(BaseStreamer):
-    """Counts the tokens that come out."""
-
-    def __init__(self) -> None:
-        self.num_tokens = -1  # the prompt comes first
-
-    def put(self, value: torch.Tensor) -> None:
-        self.num_tokens += 1
-
-    def end(self) -> None:
-        pass
 
 
 def test_a_generation_that_cannot_end_does_not_begin() -> None:
@@ -72,18 +56,17 @@ def test_a_generation_that_cannot_end_does_not_begin() -> None:
     least = handle.stats.min_budget_bytes
     refused: dict[int, str] = {}
     for percent in (100, 170, 300):
-        emitted = Emitted()
+        emitted = Streamer()
         handle.replan(budget_bytes=least * percent // 100)
         try:
             tokens(model, ids, 124, cache=None, streamer=emitted)
         except PlanInfeasibleError as error:
-            assert emitted.num_tokens == -1
+            assert not emitted.got
             refused[percent] = str(error)
         else:
-            assert emitted.num_tokens == 124
+            assert len(emitted.got) == 1 + 124
     assert any("last step of 32 sequences of 130 tokens" in text for text in refused.values())
     assert {100, 300}.intersection(refused) == {100}
-    handle.detach()
 
 
 def test_a_last_step_that_cannot_be_captured_is_not_asked_for(
@@ -95,11 +78,10 @@ def test_a_last_step_that_cannot_be_captured_is_not_asked_for(
     monkeypatch.setattr("ds_finepage.integrations.transformers.preflight.capture_config", refuse)
     model = make_model("llama")
     plain = tokens(model, token_ids(60), 4, cache=None)
-    handle = attach(model, device_budget="2MiB", device="cpu")
+    attach(model, device_budget="2MiB", device="cpu")
     with caplog.at_level("INFO", logger="ds_finepage.integrations.transformers.preflight"):
         assert torch.equal(tokens(model, token_ids(60), 4, cache=None), plain)
     assert "layers of another kind" in caplog.text
-    handle.detach()
 
 
 def test_the_last_step_reads_the_weights_as_they_are_packed() -> None:
@@ -133,11 +115,10 @@ def test_lengths_are_looked_at_once_for_each_doubling(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("ds_finepage.integrations.transformers.preflight.capture_config", capture)
     model = make_model("llama")
-    handle = attach(model, device_budget="2MiB", device="cpu")
+    attach(model, device_budget="2MiB", device="cpu")
     for length in (40, 60, 45, 70):
         tokens(model, token_ids(length), 2, cache=None)
     assert seen == [63, 127]
-    handle.detach()
 
 
 def test_one_new_token_needs_no_step() -> None:
@@ -147,7 +128,6 @@ def test_one_new_token_needs_no_step() -> None:
     tokens(model, ids, 1, cache=None)
     handle.replan(budget_bytes=handle.stats.min_budget_bytes)
     assert tokens(model, ids, 1, cache=None).shape == (1, 1101)
-    handle.detach()
 
 
 def test_the_rows_that_a_cache_has_already_are_not_asked_for_again(
@@ -162,10 +142,9 @@ def test_the_rows_that_a_cache_has_already_are_not_asked_for_again(
         "ds_finepage.integrations.transformers.preflight.require_memory",
         lambda *a: seen.append(a[3]),
     )
-    handle = attach(model, device_budget="64MiB", device="cpu")
+    attach(model, device_budget="64MiB", device="cpu")
     memory = psutil.virtual_memory()._replace(available=7)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     found = model.generate(token_ids(1004), **{CACHE: cache}, max_new_tokens=3)
     assert found.shape == (1, 1007)
     assert seen == [7 + held]
-    handle.detach()
