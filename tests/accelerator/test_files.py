@@ -102,7 +102,6 @@ def test_copies_make_way_for_a_cache_in_host_memory(where: torch.device, folder:
     assert handle._runner._weights.files.held_bytes < before
     assert handle.stats.host_bytes <= handle.stats.host_budget_bytes
     assert not handle.stats.unplanned_reasons
-    handle.detach()
 
 
 def test_where_all_have_room_no_file_is_read(where: torch.device, folder: Path) -> None:
@@ -112,7 +111,6 @@ def test_where_all_have_room_no_file_is_read(where: torch.device, folder: Path) 
     assert torch.equal(logits(model, ids.to(where)).cpu(), expected)
     assert handle.stats.file_bytes == 0
     assert handle.stats.host_bytes == handle.stats.weight_bytes
-    handle.detach()
 
 
 def test_all_weights_fit_the_device_and_not_host_memory(where: torch.device, folder: Path) -> None:
@@ -122,7 +120,6 @@ def test_all_weights_fit_the_device_and_not_host_memory(where: torch.device, fol
     for _ in range(2):
         assert torch.equal(logits(model, ids.to(where)).cpu(), expected)
     assert handle.stats.num_resident_runs and handle.stats.file_bytes > 0
-    handle.detach()
 
 
 def test_a_budget_below_the_least_names_both_numbers(where: torch.device, folder: Path) -> None:
@@ -173,7 +170,6 @@ def test_a_file_that_is_cut_short_is_an_error_and_no_wrong_token(
         os.truncate(source.path, source.identity[1])
         os.utime(source.path, ns=(source.identity[2], source.identity[2]))
     assert torch.equal(logits(model, ids.to(where)), expected)  # it is whole again
-    handle.detach()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +179,7 @@ def test_after_an_error_or_ctrl_c_in_a_read_the_next_call_works(
     where: torch.device, folder: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, model = token_ids(7), load(folder)
-    handle = attached(model, where)
+    attached(model, where)
     expected = logits(model, ids.to(where))
     says = r"bytes \d+ to \d+ cannot be read: Input/output" if isinstance(error, OSError) else ""
     with monkeypatch.context() as broken:
@@ -198,7 +194,6 @@ def test_after_an_error_or_ctrl_c_in_a_read_the_next_call_works(
                 logits(model, ids.to(where))
     for _ in range(2):
         assert torch.equal(logits(model, ids.to(where)), expected)
-    handle.detach()
 
 
 def test_experts_that_the_router_chose_are_read_from_the_file(
@@ -218,18 +213,16 @@ def test_experts_that_the_router_chose_are_read_from_the_file(
         assert torch.equal(found.cpu(), plain.generate(ids, **NEW))
     executor = handle._runner.table.passes[-1].executor
     assert any(not isinstance(r._source, torch.Tensor) for r in executor._bound.routed)
-    handle.detach()
 
 
 def test_two_models_read_one_checkpoint(where: torch.device, folder: Path) -> None:
     ids, models = token_ids(7), [load(folder), load(folder)]
     expected = logits(load(folder), ids)
-    handles = [attached(model, where) for model in models]
+    for model in models:
+        attached(model, where)
     for _ in range(2):
         for model in models:
             assert torch.equal(logits(model, ids.to(where)).cpu(), expected)
-    for handle in handles:
-        handle.detach()
 
 
 def test_the_lane_of_the_disk_is_in_the_timeline(folder: Path) -> None:
@@ -240,4 +233,3 @@ def test_the_lane_of_the_disk_is_in_the_timeline(folder: Path) -> None:
         logits(model, ids)
     measured = handle.observed()[-1].measured
     assert Lane.DISK in {span.lane for span in measured.spans}
-    handle.detach()
