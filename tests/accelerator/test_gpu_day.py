@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import BENCHMARKS, Script
 from tests.device import loading
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 EMIT = """
 import json, pathlib, sys, time
@@ -23,10 +21,8 @@ def row(**cells):
 
 
 @pytest.fixture(scope="module")
-def gpu_day() -> Iterator[Any]:
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module("gpu_day")
-    sys.path.remove(str(BENCHMARKS))
+def gpu_day(script: Script) -> Any:
+    return script("gpu_day")
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +143,8 @@ def test_a_row_that_tells_of_a_fault_fails_its_step(
     assert outcome.status == "failed" and outcome.remark == "1 of 2 rows tell of a fault"
 
 
-def test_a_kernel_that_disagrees_fails(gpu_day: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = importlib.import_module("day_kernel")
+def test_a_kernel_that_disagrees_fails(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = script("day_kernel")
     monkeypatch.setattr(sys, "argv", ["day_kernel.py", "--device", "cpu", "--tiny"])
     assert kernel.main() == 0
     plain = kernel.packed_linear
@@ -189,9 +185,8 @@ sys.exit(not passed)
     assert gpu_day.run_day(options, [step]).outcomes[0].rows != first.outcomes[0].rows
 
 
-@pytest.mark.usefixtures("gpu_day")
-def test_tests_that_passed_before_are_not_run_again(tmp_path: Path) -> None:
-    tests = importlib.import_module("day_tests")
+def test_tests_that_passed_before_are_not_run_again(script: Script, tmp_path: Path) -> None:
+    tests = script("day_tests")
     (tmp_path / "test_x.py").write_text("def test_a(): raise SystemExit\ndef test_b(): pass\n")
     rows: list[dict[str, Any]] = []
     with pytest.MonkeyPatch.context() as patched:

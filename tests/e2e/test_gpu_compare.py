@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.conftest import BENCHMARKS, Script
 
 
 @pytest.fixture(scope="module")
-def gpu_compare() -> Iterator[Any]:
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module("gpu_compare")
-    sys.path.remove(str(BENCHMARKS))
+def gpu_compare(script: Script) -> Any:
+    return script("gpu_compare")
 
 
 def test_the_rehearsal_runs_every_arm_and_judges_it(
@@ -145,10 +140,9 @@ def test_the_whole_comparison_is_under_nine_minutes(gpu_compare: Any) -> None:
 
 
 def test_zero_that_takes_too_much_keeps_less_and_tries_again(
-    gpu_compare: Any, monkeypatch: pytest.MonkeyPatch
+    script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert gpu_compare
-    day = importlib.import_module("day_compare")
+    day = script("day_compare")
     bench = object.__new__(day.Bench)
     bench.name, bench.is_tiny, bench.weight_bytes, bench._expected = "tiny", True, 10_000, {}
     bench.device, bench.model = day.torch.device("cpu"), None
