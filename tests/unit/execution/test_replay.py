@@ -15,8 +15,9 @@ from ds_finepage.execution.device import Accelerator
 from ds_finepage.execution.executor import OpHook
 from ds_finepage.execution.lanes import Action
 from ds_finepage.execution.ops import bind
-from ds_finepage.execution.program import Program
+from ds_finepage.execution.program import Program, lower
 from ds_finepage.execution.replay import Graphs, can_be_recorded, joined
+from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, Draft
@@ -280,3 +281,15 @@ def test_a_hook_sees_each_task_of_a_run(device: FakeDevice) -> None:
     hooks.clear()
     rig(x)
     assert device.log.count("replay") == 1
+
+
+def test_a_recorded_pass_has_a_span_of_each_task(device: FakeDevice) -> None:
+    graph, weights = deep()
+    rig = Rig(graph, weights, graphs=graphs_of(device))
+    for _ in range(3):
+        rig(torch.randn(8, 8))
+    device.log.clear()
+    rig.executor.recorder = recorder = SpanRecorder(torch.device("cpu"))
+    rig(torch.randn(8, 8))
+    assert device.log == []
+    assert {s.node for s in recorder.spans()} == {s.node.id for s in lower(rig.memgraph).merged}
