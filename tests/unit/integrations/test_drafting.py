@@ -1,12 +1,14 @@
-"""The rounds of a draft: which times count for its price."""
+"""The rounds of a draft: which times count for its price, and whose sequence is whose."""
 
 from __future__ import annotations
 
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from ds_finepage.integrations.transformers.drafting import DraftGeneration
 
@@ -43,3 +45,13 @@ def test_the_time_of_a_plan_is_no_time_of_a_draft_or_pass(is_planned: bool) -> N
     price = generation.price
     assert price.num_checks >= 1
     assert bool(price._step_ns) is bool(price._pass_ns) is not is_planned
+
+
+def test_each_thread_has_a_sequence_of_its_own() -> None:
+    generation = DraftGeneration(FakeDraft(), is_stand_in=True)
+    mine, theirs = DynamicCache(), DynamicCache()
+    generation.see_pass({"past_key_values": mine})
+    other = Thread(target=generation.see_pass, args=({"past_key_values": theirs},))
+    other.start()
+    other.join()
+    assert generation._model_cache is mine
