@@ -149,12 +149,23 @@ def _plain_weight(
     name: str, parameter: torch.Tensor, device: torch.device, source: FileRange | None
 ) -> HostWeight:
     before = data_of(parameter)
+    host = _host_tensor(before)
+    # On the CPU detach restores the parameter's own memory; elsewhere it gives the host copy.
+    strided = dense = None
+    if before.is_cpu and not device_of(device).is_accelerator and not _overlaps(before):
+        strided, dense = before, host
 
     def restore(weight: HostWeight) -> None:
-        set_data(parameter, weight.value)
+        value = weight.value
+        if strided is not None and dense is not None and weight.has_form_of(dense):
+            if strided.data_ptr() != value.data_ptr():
+                with torch.inference_mode(False), torch.no_grad():
+                    strided.copy_(value)
+            value = strided
+        set_data(parameter, value)
 
     where = device if source is None else before.device  # a mapped file is left as it is
-    weight = HostWeight(name, parameter, *_form_of(before, where), restore, source=source)
+    weight = HostWeight(name, parameter, *_form_of(host, where), restore, source=source)
     if source is None and before.is_cpu and device_of(device).is_accelerator:
         set_data(parameter, weight.value)  # so that one weight at a time is there twice
     return weight
@@ -165,21 +176,33 @@ def rehome(weight: HostWeight, value: torch.Tensor, device: torch.device) -> Non
 
     The weight takes the shape, strides and dtype of the tensor, which is on any device.
     """
-    form = _form_of(value, device)
+    form = _form_of(_host_tensor(value), device)
     weight.master, weight.shape, weight.stride, weight.dtype = form
 
 
-def _form_of(
-    value: torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Return the master of a tensor, and its shape, strides and dtype.
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of a tensor may share memory, as those of an expanded one do."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent = stride * size
+    return False
 
-    A dense tensor in host memory is its own master.
-    """
+
+def _host_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a dense one in host memory: itself if it is one."""
     with torch.inference_mode(False), torch.no_grad():
         host = value.detach().cpu()
-        if not torch.ops.aten.is_non_overlapping_and_dense(host):
-            host = host.contiguous()
+        return host if torch.ops.aten.is_non_overlapping_and_dense(host) else host.contiguous()
+
+
+def _form_of(
+    host: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Return the master of a dense tensor in host memory, and its shape, strides and dtype."""
+    with torch.inference_mode(False), torch.no_grad():
         master = byte_view(host.as_strided((host.numel(),), (1,), host.storage_offset()))
         if master.is_inference():  # only inference mode could write it
             master = master.clone()
