@@ -46,7 +46,7 @@ BY_DEFAULT = (
     "integration/test_deepspeed.py::test_forward_and_generate",
     "integration/test_deepspeed.py::test_without_finepage_an_engine_is_exactly_stock",
     "integration/test_drafts.py::test_a_stand_in_drafts_from_the_weights_that_are_there",
-    "integration/test_encoders.py",
+    "integration/test_encoders.py::test_a_pipeline_gives_what_it_gives_without_finepage[Bert",
     "integration/test_experts.py::test_a_step_reloads_the_experts_that_it_uses[mixtral-grouped_mm",
     "integration/test_families.py::test_logits_and_tokens_are_those_of_plain_transformers[llama",
     "integration/test_generation.py::test_the_default_cache_gives_the_tokens_of_plain_transformers"

@@ -262,10 +262,12 @@ def test_host_memory_is_a_size(command: str, model: Path, cli: Cli) -> None:
 # Both passes of a generation.
 
 
-def cell_of(model: Path, profile: HardwareProfile, budget_bytes: int) -> tuple[grid.Cell, Any]:
-    cell = grid.Cell(model=str(model), hardware="t4", batch=BATCH, seq=SEQ, policy="finepage")
+def cell_of(model: Path, folder: Path, budget_bytes: int) -> tuple[grid.Cell, Any]:
+    """Plan a cell of a grid for the machine of :func:`modeller_of`."""
+    machine = str(folder / "profile.json")
+    cell = grid.Cell(model=str(model), hardware=machine, batch=BATCH, seq=SEQ, policy="finepage")
     budget = DeviceBudget.parse(budget_bytes)
-    return cell, grid.Planner(profiles={"t4": profile}, budget=budget, split=False).plan(cell)
+    return cell, grid.Planner(budget=budget, settings={"split": False}).plan(cell)
 
 
 def modeller_of(model: Path, profile: HardwareProfile, folder: Path) -> Modeller:
@@ -288,7 +290,7 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
     assert not planner.point(budget_bytes + 1).decode_kv_on_host
     assert planner.ends[0] < budget_bytes
 
-    cell, result = cell_of(model, PROFILE, budget_bytes)
+    cell, result = cell_of(model, tmp_path, budget_bytes)
     assert isinstance(result, grid.Point)
     assert result.prefill_kv_on_host and result.decode_kv_on_host
     assert result.weight_bytes == 2 * NUM_PARAMETERS
@@ -311,7 +313,7 @@ def test_both_passes_have_the_cache_where_a_run_has_it(
     planner = curve.Planner("finepage", modeller)
     point = planner.point(budget_bytes)
     assert (point.decode_kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
-    _, result = cell_of(model, FAST_WRITES, budget_bytes)
+    _, result = cell_of(model, tmp_path, budget_bytes)
     assert isinstance(result, grid.Point)
     assert (result.prefill_kv_on_host, result.decode_kv_on_host) == (False, False)
     assert result.first_token_ns == in_a_run.predicted_ns
