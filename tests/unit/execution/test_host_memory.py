@@ -15,11 +15,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from ds_finepage.capture.models import load_model_config
 from ds_finepage.errors import StoreError
 from ds_finepage.execution import host_memory
 from ds_finepage.execution.device import Accelerator, device_of
 from ds_finepage.execution.host_memory import LEAST_BYTES, Registration, new_pages
+from ds_finepage.packing.form import PackedForm
+from ds_finepage.packing.model import pack_model
 
 CUDA = torch.device("cuda")
 PAGE = mmap.PAGESIZE
@@ -186,3 +190,32 @@ def test_without_such_a_driver_torch_pins(
     monkeypatch.setattr(host_memory, "new_pages", None)
     large = torch.zeros(LEAST_BYTES, dtype=torch.uint8)
     assert torch.equal(card.pinned(large), large)
+
+
+def bytes_to_pin(nbytes: int, card: Accelerator, driver: Driver) -> int:
+    """Return what a block takes: whole pages, or as torch's allocator rounds it."""
+    if nbytes < LEAST_BYTES:
+        return 1 << (nbytes - 1).bit_length()
+    block = card.new_pinned(nbytes)  # pages that nobody writes take no memory
+    (registered,) = driver.registered.values()
+    assert block.numel() == nbytes
+    return -(-registered // PAGE) * PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["as trained", "int4"])
+@pytest.mark.parametrize(
+    "model", ["llama-7b", "llama-65b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"]
+)
+def test_a_model_pins_what_it_has(
+    model: str, weights: str, card: Accelerator, driver: Driver
+) -> None:
+    config = load_model_config(model)
+    config.quantization_config = None
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if weights == "int4":
+        pack_model(made, PackedForm.parse("int4", 32))
+    sizes = [weight.nbytes for weight in made.parameters()]
+    known = {size: bytes_to_pin(size, card, driver) for size in set(sizes)}
+    assert sum(sizes) <= sum(map(known.__getitem__, sizes)) <= 1.01 * sum(sizes)

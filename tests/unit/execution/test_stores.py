@@ -180,3 +180,22 @@ def test_all_weights_are_loaded_and_freed_together(model: Model, table: WeightTa
     table.unload()
     table.reload(["plain"])
     assert table.on_device == {}
+
+
+def test_restore_twice_and_install_again(model: Model, table: WeightTable) -> None:
+    value = model.plain.detach().clone()
+    table.restore()
+    table.restore()
+    assert torch.equal(model.plain, value)
+    table.install()
+    assert model.plain.data_ptr() == table.masters["plain"].data_ptr()
+
+
+def test_nothing_stays_on_the_device_when_loading_all_fails(
+    model: Model, table: WeightTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table._weights[1], "shape", (1 << 40, 1))  # it has no such view
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        table.load_all()
+    masters = [table.masters[name].data_ptr() for name, _ in model.named_parameters()]
+    assert table.on_device == {} and masters == [p.data_ptr() for p in model.parameters()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import ContinuousBatchingConfig
 
 from ds_finepage.integrations.transformers import batching
 from ds_finepage.integrations.transformers.batching import (
+    BATCHING,
     CACHE_SHARE,
     BudgetedBatching,
     within_budget,
@@ -77,3 +80,10 @@ def test_the_configuration_is_found_wherever_the_caller_gives_it() -> None:
     assert start(generation)[1].max_batch_tokens == 32
     model.generation_config = generation
     assert start()[1].max_batch_tokens == 32
+
+
+def test_a_copy_of_a_model_batches_by_itself() -> None:
+    model: Any = Model()
+    setattr(model, BATCHING, BudgetedBatching(model, lambda: FREE))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.init_continuous_batching(1, 2) == (1, 2)

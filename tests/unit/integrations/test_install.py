@@ -40,3 +40,16 @@ def test_the_seam_goes_in_at_once_into_a_loaded_module(seam: ModuleType) -> None
     importlib.import_module("theirs")
     installing.install()
     assert seam.calls == ["install theirs 3"]
+
+
+def test_a_module_that_fails_to_load_gets_its_seam_at_the_next_try(
+    seam: ModuleType, tmp_path: Path
+) -> None:
+    installing.install()
+    file = tmp_path / "theirs.py"
+    file.write_text("raise ImportError('not today')")
+    with pytest.raises(ImportError, match="not today"):
+        importlib.import_module("theirs")
+    file.write_text("VALUE = 'two'  # of another length, so that no compiled file is taken")
+    importlib.import_module("theirs")
+    assert seam.calls == ["install theirs two"]

@@ -167,3 +167,11 @@ def test_ranks_gather_values_round_by_round(two: Two) -> None:
     two.rank_1_has("no such file", number="0/3", kind=ranks.FAILED)
     with pytest.raises(RankError, match="rank 1 refuses its setup: no such file"):
         meetings.gather(0)
+
+
+def test_an_error_of_this_rank_reaches_the_others(two: Two) -> None:
+    meetings = ranks.Meetings()
+    two.rank_1_has(0)
+    meetings.gather(0)
+    meetings.fail(OSError("no such file"))
+    assert two.rank_0_has("0/2", ranks.FAILED) == "no such file"
