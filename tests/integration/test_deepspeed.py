@@ -115,6 +115,18 @@ def test_forward_and_generate(planned: Any, plain: dict[str, torch.Tensor]) -> N
 # Engines of their own.
 
 
+def test_a_draft_of_the_call_runs_in_the_budget(
+    initialize: Initialize, plain: dict[str, torch.Tensor]
+) -> None:
+    draft = make_model("llama")
+    engine = initialize(make_model("llama"), planned_config(device_budget="170%weights"))
+    given = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "assistant_model": draft}
+    assert torch.equal(engine.module.generate(PROMPT, **given), plain["tokens"])
+    stats = ds_finepage.stats(engine)
+    assert stats.draft_bytes == sum(p.nbytes for p in draft.parameters())
+    assert stats.num_accepted == stats.num_drafted > 0
+
+
 def test_a_stand_in_of_a_partitioned_model_drafts_and_leaves_it_as_it_was(
     initialize: Initialize, plain: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,14 +190,32 @@ def test_every_shipped_config_runs(initialize: Initialize, path: Path) -> None:
 # Refusals.
 
 
+def refused(initialize: Initialize, config: dict[str, Any]) -> str:
+    """Return the message of the ConfigError; the model is as it was."""
+    model = torch.nn.Linear(8, 8)
+    before = model.weight.detach().clone()
+    with pytest.raises(ConfigError) as error:
+        initialize(model, config)
+    assert torch.equal(model.weight, before) and not hasattr(model.weight, "ds_tensor")
+    return str(error.value)
+
+
+ON = {"enabled": True}
+
+
+def test_a_budget_above_the_device_is_refused(initialize: Initialize) -> None:
+    """Weights count, so this is known only once DeepSpeed has made its partitions."""
+    with pytest.raises(ConfigError, match="'1099511627776000' is 1024000.00 GiB .* the device has"):
+        initialize(torch.nn.Linear(8, 8), planned_config(device_budget="1000TiB"))
+
+
 def test_fp16_where_the_device_has_none_is_refused(
     initialize: Initialize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
-    with pytest.raises(ConfigError, match='"bf16": {"enabled": true}'):
-        initialize(torch.nn.Linear(8, 8), ds_config({"enabled": True}, fp16={"enabled": True}))
+    assert '"bf16": {"enabled": true}' in refused(initialize, ds_config(ON, fp16={"enabled": True}))
 
 
 # Installing.

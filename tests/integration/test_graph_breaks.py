@@ -241,6 +241,17 @@ def test_a_forward_that_fails_only_while_it_is_traced_runs_eagerly() -> None:
         assert torch._dynamo.config.suppress_errors == suppressed
 
 
+def test_an_error_of_the_forward_itself_is_that_of_plain_pytorch() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
+    handle = attach(model, device_budget="1MiB", device="cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        model(torch.randn(8, 3))
+    x = torch.randn(8, 16)
+    found = model(x)
+    handle.detach()
+    assert torch.equal(found, model(x))
+
+
 class Scans(nn.Module):
     """Sums up in another order where it is compiled, as transformers' Mamba does."""
 
@@ -344,6 +355,7 @@ def test_odd_little_graphs(function: Callable[[torch.Tensor], Any]) -> None:
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
             assert not isinstance(a, torch.Tensor) or a.stride() == b.stride()
     assert handle.stats.num_unplanned_graphs == 0
+    handle.detach()
 
 
 class SharesWithABreak(nn.Module):
