@@ -116,7 +116,8 @@ def test_each_rank_knows_its_number_and_the_way_to_the_others(tmp_path: Path) ->
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", GLOO_ALONE)
     script = tmp_path / "script.py"
     script.write_text(
-        f"import os\nprint('ranks', *(os.environ[name] for name in {names}))\n"
+        f"import os\nline = ' '.join(['ranks', *(os.environ[name] for name in {names})])\n"
+        "os.write(1, f'{line}\\n'.encode())  # at once, or lines of two ranks mix\n"
         "assert os.environ['MASTER_ADDR'] and os.environ['MASTER_PORT']\n"
     )
     log = tmp_path / "log"
