@@ -1,7 +1,7 @@
 """What one rank does in ``test_rank_parts.py``: writes what it found into a file of its own.
 
 The ranks hold each weight together, as plain ZeRO stage 3 shards it. The first argument is a mode:
-"all" for budgets and faults on two ranks, "more" for other families under all budgets,
+"all" for families, budgets and faults on two ranks, "more" for other families under all budgets,
 and a checkpoint that stock partitions, on any number of ranks.
 """
 
@@ -30,7 +30,7 @@ from rank_worker import (
     without_room,
     write,
 )
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_finepage
@@ -51,9 +51,17 @@ def odd_llama() -> Any:
     return make_model("llama", **{**LLAMA_SIZES, **ONE_LAYER, **odd, **heads})
 
 
+def gpt2() -> Any:
+    """Make a model with biases, of which some have an odd number of elements."""
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_embd=100, n_layer=1, n_head=5, n_positions=31, n_inner=301)
+    )
+
+
 MAKERS_OF_PARTS: dict[str, Callable[[], Any]] = {
-    **{name: MAKERS[name] for name in ("llama", "mixtral")},
+    **{name: MAKERS[name] for name in ("llama", "qwen3", "mixtral")},
     "odd llama": odd_llama,
+    "gpt2": gpt2,
 }
 
 
@@ -138,17 +146,21 @@ def run_loaded() -> dict[str, Any]:
     return found
 
 
+FAMILIES = (("llama", torch.float32), ("gpt2", torch.float32), ("qwen3", torch.bfloat16))
+
+
 def run_all() -> dict[str, Any]:
-    found, engine, plain = run_family("llama", torch.float32)
-    # Rank 1 stops early; plain models of both ranks do not wait for each other.
-    early_stop = is_equal(engine.module, plain, NUM_NEW - 2 * RANK)
-    return {
-        "llama": found,
-        "early stop": early_stop,
-        "after it": is_equal(engine.module, plain),
-        "changed": changed(engine.module, plain),
-        "out of step": out_of_step(engine),
-    }
+    found: dict[str, Any] = {}
+    for name, dtype in FAMILIES:
+        found[name], engine, plain = run_family(name, dtype)
+        if name == "llama":
+            # Rank 1 stops early; plain models of both ranks do not wait for each other.
+            found["early stop"] = is_equal(engine.module, plain, NUM_NEW - 2 * RANK)
+            found["after it"] = is_equal(engine.module, plain)
+            found["changed"] = changed(engine.module, plain)
+            of_llama = engine
+    found["out of step"] = out_of_step(of_llama)
+    return found
 
 
 def run_more() -> dict[str, Any]:

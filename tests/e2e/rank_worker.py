@@ -1,6 +1,6 @@
 """What one rank does in ``test_ranks.py``: writes what it found into a file of its own.
 
-The first argument is a mode: "all" for families and budgets on two ranks, "experts" for a
+The first argument is a mode: "all" for families, budgets and faults on two ranks, "experts" for a
 model with experts under all budgets on four ranks, "one" for one family and one budget on any
 number of ranks, "killed" for a rank that is gone.
 """
@@ -63,10 +63,16 @@ MAKERS: dict[str, Callable[[], Any]] = {
         "llama",
         **{**LLAMA_SIZES, **ONE_LAYER, "num_key_value_heads": 4, "vocab_size": 98},
     ),
+    "qwen3": partial(make_model, "qwen3", **{**LLAMA_SIZES, **ONE_LAYER}),
     "opt": partial(make_model, "opt", **{**SIZES, **ONE_LAYER}, ffn_dim=512),
     "mixtral": partial(make_model, "mixtral", **LLAMA_SIZES),
+    "gpt2": partial(make_model, "gpt2"),
 }
-FAMILIES = (("llama", torch.float32), ("opt", torch.float32))
+FAMILIES = (
+    ("llama", torch.float32),
+    ("qwen3", torch.bfloat16),
+    ("opt", torch.float32),
+)
 
 
 def ds_config(*, dtype: torch.dtype = torch.float32, size: int = NUM_RANKS, **changes: Any) -> Any:
@@ -129,6 +135,18 @@ def error_of(call: Callable[[], Any]) -> str:
     return ""
 
 
+def refused_setups() -> dict[str, str]:
+    """Ask for setups that cannot run; every rank stays in step."""
+    llama = MAKERS["llama"]()
+    budget = "70%weights" if RANK == 0 else "60%weights"
+    asked: dict[str, tuple[Any, Any]] = {
+        "other budgets": (llama, ds_config(device_budget=budget)),
+        "more than there are": (llama, ds_config(size=3)),
+        "cannot be cut": (MAKERS["gpt2"](), ds_config()),
+    }
+    return {name: error_of(partial(engine_of, *each)) for name, each in asked.items()}
+
+
 def run_family(
     name: str, dtype: torch.dtype, shares: tuple[float, ...] = (0.7, 0.0, 1.0)
 ) -> tuple[dict[str, Any], Any]:
@@ -171,6 +189,12 @@ def forecast_of(config: Any, dtype: torch.dtype) -> list[Any]:
 
 def collectives(graph: TaskGraph) -> list[str]:
     return [task.op for task in graph.tasks if is_collective(task)]
+
+
+def out_of_step(engine: Any) -> dict[str, Any]:
+    """Let one rank do something else: other tokens, no room, and at last an exception."""
+    other = {"other tokens": error_of(lambda: engine.module(prompt() + RANK))}
+    return {**other, **without_room(engine, prompt()), **with_an_exception(engine, prompt())}
 
 
 def without_room(engine: Any, ids: torch.Tensor) -> dict[str, Any]:
@@ -243,7 +267,11 @@ def main() -> None:
     if MODE == "experts":
         write(run_family("mixtral", torch.bfloat16)[0])
         return
-    write({name: run_family(name, dtype)[0] for name, dtype in FAMILIES})
+    found = {"setups": refused_setups()}
+    for name, dtype in FAMILIES:
+        found[name], engine = run_family(name, dtype)
+    found["out of step"] = out_of_step(engine)
+    write(found)
 
 
 if __name__ == "__main__":

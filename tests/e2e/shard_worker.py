@@ -32,7 +32,7 @@ from tests.e2e.rank_worker import (
     prompt,
 )
 
-FAMILIES = ("llama", "opt", "mixtral")
+FAMILIES = ("llama", "qwen3", "opt", "mixtral")
 FOLDER = Path(sys.argv[-1])
 
 
@@ -60,7 +60,7 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
 
 def compared(folder: Path) -> dict[str, Any]:
     """Return which masters differ from those of a model that was whole, and whether tokens do."""
-    dtype = torch.bfloat16 if folder.name == "opt" else torch.float32
+    dtype = torch.bfloat16 if folder.name == "qwen3" else torch.float32
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     engine = engine_of_shards(folder, dtype)
     mine, whole = masters(engine), masters(engine_of(plain, config_of(folder, dtype)))

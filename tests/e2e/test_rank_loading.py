@@ -28,7 +28,7 @@ def ranks(checkpoints: tuple[Path, int], environment: dict[str, str]) -> list[di
 
 def test_masters_are_those_of_a_model_that_was_loaded_whole(ranks: list[dict[str, Any]]) -> None:
     for found in (each["values"] for each in ranks):
-        assert len(found) == 3
+        assert len(found) == 4
         assert all(each["names"] and not each["different"] for each in found.values())
         assert found["llama"]["tokens"] and found["llama"]["unplanned"] == 0
 

@@ -15,6 +15,7 @@ import pytest
 from ds_finepage.units import format_bytes
 
 WORKER = Path(__file__).with_name("rank_worker.py")
+FAMILIES = ("llama", "qwen3", "opt")
 SECONDS = 600
 """A limit for what takes a minute or two, so that ranks that wait for each other end."""
 
@@ -26,18 +27,14 @@ def free_port() -> str:
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-
-
-def torchrun(num_ranks: int) -> list[str]:
-    """Return the beginning of a command that starts ranks on this machine."""
-    return [*TORCHRUN, "--nproc_per_node", str(num_ranks), "--master_port", free_port()]
+FORKED = (sys.executable, str(Path(__file__).with_name("forked.py")))
 
 
 def found_on(
     num_ranks: int, mode: str, folder: Path, environment: dict[str, str], worker: Path = WORKER
 ) -> list[dict[str, Any]]:
     """Start ranks, and return what each has found."""
-    launch(torchrun(num_ranks), mode, folder, environment, worker)
+    launch([*FORKED, str(num_ranks), free_port()], mode, folder, environment, worker)
     return [found_by(rank, folder) for rank in range(num_ranks)]
 
 
@@ -87,7 +84,7 @@ def check_family(found: dict[str, Any]) -> None:
     assert collectives and all(each == collectives for each in found["collectives"])
 
 
-@pytest.mark.parametrize("family", ("llama", "opt"))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_shard_runs_by_plan_under_every_budget(ranks: list[dict[str, Any]], family: str) -> None:
     for each in ranks:
         check_family(each[family])
@@ -122,7 +119,40 @@ def test_two_nodes_with_a_rank_each_run_by_plan(
     assert found[0]["forecast"][0] == found[0]["weight_bytes"]
 
 
+SETUPS = {
+    "other budgets": "RankError: The ranks differ in finepage.device_budget: rank 0 has "
+    "'70%weights', rank 1 has '60%weights'.",
+    "more than there are": "there are 2, and tensor_parallel.autotp_size is 3. Set it to 2",
+    "cannot be cut": "AutoTP cannot cut GPT2LMHeadModel over the ranks: ",
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_setup_that_cannot_run_is_refused_on_every_rank(
+    ranks: list[dict[str, Any]], rank: int, setup: str
+) -> None:
+    assert SETUPS[setup] in ranks[rank]["setups"][setup]
+
+
+def test_ranks_that_differ_before_a_pass_stay_in_step(ranks: list[dict[str, Any]]) -> None:
+    for found in (each["out of step"] for each in ranks):
+        assert found["other tokens"].startswith("RankError: The ranks differ in integer inputs: ")
+        assert found["no room"].startswith("PlanInfeasibleError: ")
+        assert found["in step"] == ""
+    assert ranks[0]["out of step"]["no room"].startswith("PlanInfeasibleError: Rank 1 failed: ")
+
+
+def test_an_exception_on_one_rank_ends_the_others(ranks: list[dict[str, Any]]) -> None:
+    own, other = ranks[1]["out of step"], ranks[0]["out of step"]
+    assert own["exception"] == "KeyError('of the user')"
+    assert other["exception"] == "RankError: Rank 1 failed: KeyError('of the user')"
+    assert own["in time"] and other["in time"]
+    assert "Start all ranks again." in own["afterwards"]
+    assert "Start all ranks again." in other["afterwards"]
+
+
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, environment: dict[str, str]) -> None:
-    assert launch(torchrun(2), "killed", tmp_path, environment) != 0
+    assert launch([*FORKED, "2", free_port()], "killed", tmp_path, environment) != 0
     error = found_by(0, tmp_path)["error"]
     assert error.startswith("RankError: A pass ended in the middle: an all-reduce with the other")
