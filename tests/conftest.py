@@ -40,7 +40,6 @@ BY_DEFAULT = (
     "integration/cli/test_plan.py::test_json_is_one_object",
     "integration/cli/test_serve.py::test_answers_are_those_of_the_model",
     "integration/cli/test_shared_passes.py::test_clients_share_passes_and_get_the_tokens",
-    "integration/test_actions.py::test_action[set_data]",
     "integration/test_budget.py::test_the_meter_never_reads_more_than_the_budget[short-min]",
     "integration/test_continuous_batching.py::test_requests_get_the_plain_tokens_within_the_budget[llama]",
     "integration/test_deepspeed.py::test_forward_and_generate",
@@ -64,6 +63,7 @@ BY_DEFAULT = (
     "integration/test_seq2seq.py::test_greedy_tokens_are_those_of_plain_transformers[t5]",
     "integration/test_session.py::test_detaching_gives_the_model_back_as_it_was",
     "integration/test_split.py::test_tokens_are_those_of_plain_transformers_within_any_budget[llama",
+    "integration/test_weight_changes.py::test_a_changed_weight_is_that_of_the_next_call",
     "integration/test_zero_validated.py::test_a_steady_forward_gathers_what_is_simulated[llama",
 )
 """Beginnings of the names of tests in these folders that are not slow."""

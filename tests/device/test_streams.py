@@ -23,6 +23,33 @@ def pair(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_missing_wait_shows_old_bytes(pair: Pair, waits: bool) -> None:
+    host, on_card = pair
+    side, found = torch.Stream(on_card.device), torch.empty(()).pin_memory()
+    with card.held(side):
+        with side:
+            on_card.copy_(host, non_blocking=True)
+            copied = torch.Event(on_card.device)
+            copied.record()
+        if waits:
+            torch.accelerator.current_stream().wait_event(copied)
+        found.copy_(on_card.sum(), non_blocking=True)
+        if not waits:
+            torch.accelerator.current_stream().synchronize()
+    torch.accelerator.synchronize()
+    assert found.item() == (1000 if waits else 0)
+
+
+def test_a_copy_to_the_host_is_late(pair: Pair) -> None:
+    host, on_card = pair
+    with card.held():
+        host.copy_(on_card, non_blocking=True)
+        assert host.sum().item() == 1000
+    torch.accelerator.current_stream().synchronize()
+    assert host.sum().item() == 0
+
+
 def test_a_pageable_copy_waits(pair: Pair) -> None:
     on_card = pair[1]
     card.set_delay("h2d", MS)
@@ -32,6 +59,14 @@ def test_a_pageable_copy_waits(pair: Pair) -> None:
     source.fill_(5)
     assert on_card.sum().item() == 1000
     assert card.counters()["syncs"] == 2  # the copy, and item()
+
+
+def test_a_stream_keeps_its_order(device: torch.device) -> None:
+    card.set_delay("kernel", random_ns=MS, seed=1)
+    number = torch.zeros((), device=device)
+    for _ in range(10):
+        number.add_(1).mul_(2)
+    assert number.item() == 2046
 
 
 def test_events_tell_time(device: torch.device) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -123,6 +125,13 @@ def change_while_everything_fits(subject: Subject) -> None:
 
 
 # Detaching and freeing.
+
+
+@ACTIONS.add
+def detach_in_between(subject: Subject) -> None:
+    with torch.no_grad():
+        subject.both(lambda m: m.down.bias.add_(1))
+    assert equal_results(subject.detached(), subject.plain, subject.x)
 
 
 @PLAIN.add
@@ -253,6 +262,18 @@ def save_pretrained(subject: Subject) -> None:
     assert equal_results(fresh, subject.plain, subject.x)
 
 
+@LANGUAGE.add
+def deepcopy_and_generate(subject: Subject) -> None:
+    twin = copy.deepcopy(subject.model)
+    assert torch.equal(greedy(twin), greedy(subject.plain))
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(-1)
+    assert not torch.equal(run(twin, subject.x), run(subject.plain, subject.x))
+
+
+LANGUAGE.gives(
+    "pickle_and_generate", lambda m: greedy(pickle.loads(pickle.dumps(m))), deepspeed=False
+)
 LANGUAGE.gives("memory_footprint", lambda m: m.get_memory_footprint())
 
 

@@ -33,11 +33,11 @@ def _net_of(load: Callable[[Any], Any]) -> torch.Tensor:
     return run(net, X)
 
 
-def _saved(value: Any) -> Any:
+def _saved(value: Any, **how: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file)
+    return torch.load(file, **how)
 
 
 def _by_safetensors(model: Any) -> torch.Tensor:
@@ -49,11 +49,16 @@ def _by_safetensors(model: Any) -> torch.Tensor:
 READS: dict[str, Callable[[Any], Any]] = {
     "print_the_model": repr,
     "numpy_of_a_weight": lambda m: m.up.weight.detach().numpy().tobytes(),
+    "data_of_a_weight": lambda m: m.up.weight.data.sum().item(),
     "checksum_of_all": lambda m: sum(p.double().sum().item() for p in m.parameters()),
+    "norm_of_all": lambda m: nn.utils.parameters_to_vector(m.parameters()).norm(),
+    "count_bytes": lambda m: sum(p.untyped_storage().nbytes() for p in m.parameters()) > 0,
+    "bytes_of_a_weight": lambda m: bytes(m.up.bias.untyped_storage())[:64],
     "state_dict": lambda m: {k: v.tolist() for k, v in m.state_dict().items()},
     "pickle_the_data": lambda m: pickle.loads(pickle.dumps(m.up.weight.data)).tolist(),
     "buffers": lambda m: {k: v.tolist() for k, v in m.named_buffers()},
     "call_a_part": lambda m: run(m.up, torch.ones(2, 16)),
+    "parameter_of_a_weight": lambda m: nn.Parameter(m.up.weight),
     "copy_the_model": lambda m: run(copy.copy(m), X),
     "deepcopy_a_part": _copied_part,
     "deepcopy_the_state": lambda m: _net_of(
@@ -69,6 +74,9 @@ READS: dict[str, Callable[[Any], Any]] = {
 for _name, _read in READS.items():
     ACTIONS.gives(_name, _read)
 
+ACTIONS.gives(
+    "save_and_load_the_model", lambda m: run(_saved(m, weights_only=False), X), deepspeed=False
+)
 ACTIONS.gives("pickle_the_model", lambda m: run(pickle.loads(pickle.dumps(m)), X), deepspeed=False)
 
 
@@ -135,15 +143,21 @@ def _swap(model: Any) -> None:
 
 
 _changes("add_in_place", _without_grad(lambda m: m.up.weight.add_(0.5)))
+_changes("copy_in_place", _without_grad(lambda m: m.up.weight.copy_(torch.ones(48, 16))))
+_changes("fill_in_place", _without_grad(lambda m: m.up.bias.fill_(2.0)))
 _changes("set_a_row", _without_grad(_set_row))
+_changes("init_a_weight", lambda m: nn.init.constant_(m.down.weight, 0.1))
 _changes("add_to_data_in_place", lambda m: m.up.weight.data.add_(0.5))
 _changes("add_to_data", _add_to_data)
+_changes("copy_into_data", lambda m: m.up.weight.data.copy_(torch.ones(48, 16)))
 _changes("set_data", lambda m: setattr(m.up.weight, "data", torch.ones(48, 16)))
 _changes("set_data_transposed", lambda m: setattr(m.up.weight, "data", torch.ones(16, 48).t()))
 _changes("set_the_storage", _without_grad(lambda m: m.up.weight.set_(torch.ones(48, 16))))
 _changes("write_through_a_view", _without_grad(lambda m: m.up.weight.view(-1)[:100].zero_()))
+_changes("write_through_detach", lambda m: m.up.weight.detach().mul_(2))
 _changes("write_through_state_dict", lambda m: m.state_dict()["up.weight"].mul_(2))
 _changes("write_in_inference_mode", torch.inference_mode()(lambda m: m.up.weight.mul_(2)))
+_changes("write_every_weight", _without_grad(lambda m: [p.mul_(1.5) for p in m.parameters()]))
 _changes(
     "vector_to_parameters",
     lambda m: nn.utils.vector_to_parameters(
@@ -197,3 +211,11 @@ def write_through_numpy_and_refresh(subject: Subject) -> None:
 
     subject.both(write)
     subject.handle.refresh()
+
+
+@ACTIONS.add
+def write_between_many_calls(subject: Subject) -> None:
+    for step in range(6):
+        name = ("up", "down")[step % 2]
+        subject.both(lambda m, name=name: getattr(m, name).weight.data.mul_(1.25))  # type: ignore[misc]
+        subject.same(times=1)
