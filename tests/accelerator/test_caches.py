@@ -106,7 +106,7 @@ def test_rows_of_a_prompt_wait_in_host_memory_while_they_move(
         handle.replan(debug=ds_finepage.config.DebugConfig(lane_delay_seed=seed))
         for _ in range(3):
             assert torch.equal(prompt_and_steps(model, device).cpu(), plain)
-    assert kept
+    assert kept and all(rows.device.type == "cpu" for rows in kept)
     handle.detach()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerator.failures import growing_cache, load_and_first_pass
+from tests.accelerator.failures import CLEAR, growing_cache, load_and_first_pass
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +38,7 @@ def test_a_failure_leaves_nothing_behind(
     assert found.faults == []
     assert found.raised
     assert scenario is load_and_first_pass or found.raised == list(which)
+
+
+def test_a_clear_error_is_no_error_of_the_program() -> None:
+    assert not any(issubclass(RuntimeError, kind) for kind in CLEAR)

@@ -80,6 +80,15 @@ def test_replayed_passes_race_with_nothing(llama: Subject, card: Any, share: int
     assert races == []
 
 
+def test_delayed_lanes_change_nothing(llama: Subject, card: Any) -> None:
+    llama.at(llama.budgets[0])
+    llama.check()
+    for seed in range(3):
+        for kind in ("h2d", "replay"):
+            card.set_delay(kind, random_ns=2_000_000, seed=seed)
+        llama.check()
+
+
 @pytest.mark.parametrize("later", (False, True))
 def test_a_replay_that_fails_is_an_error_and_the_next_call_is_right(
     llama: Subject, card: Any, later: bool

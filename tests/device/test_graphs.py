@@ -60,6 +60,12 @@ def test_each_replay_runs_all_of_it_on_the_current_stream(
     assert card.counters()["replay"] == 3
 
 
+def test_a_graph_that_is_reset_is_empty(side: torch.Stream, ones: torch.Tensor) -> None:
+    graph = recorded(side, lambda: ones.mul_(2))
+    graph.reset()
+    assert graph.num_works == 0
+
+
 def test_a_replay_can_fail_and_be_late(side: torch.Stream, ones: torch.Tensor) -> None:
     graph = recorded(side, lambda: ones.mul_(2))
     card.fail_nth("replay", 1)

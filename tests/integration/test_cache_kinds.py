@@ -11,6 +11,8 @@ from transformers import Cache
 from transformers.cache_utils import QuantizedLayer
 
 from ds_finepage.api import attach
+from ds_finepage.capture.recorder import require_plain
+from ds_finepage.errors import CaptureError
 from ds_finepage.execution.meter import DeviceMeter
 from tests.integration.families import CACHE, make_model, token_ids, tokens
 
@@ -64,3 +66,11 @@ def test_a_cache_of_tensors_that_wrap_others_gives_its_tokens() -> None:
     assert any("TwoTensor wraps other tensors" in r for r in handle.stats.unplanned_reasons)
     handle.detach()
     assert torch.equal(generate(), plain)
+
+
+def test_a_tensor_that_wraps_others_is_not_planned() -> None:
+    plain = torch.ones(2)
+    require_plain(plain)
+    require_plain(torch.nn.Parameter(plain))
+    with pytest.raises(CaptureError, match="TwoTensor wraps other tensors"):
+        require_plain(TwoTensor(plain, plain))

@@ -207,7 +207,7 @@ def test_a_draft_that_does_not_pay_gives_its_room_back(
 
 def test_a_sampled_token_is_one_of_the_model(llama: Any) -> None:
     """A draft that is always wrong shows whether rejected tokens are drawn again as they should."""
-    ids, count = token_ids(9), 200
+    ids, count = token_ids(9), 400
     with torch.no_grad():
         chances = torch.softmax(llama(ids).logits[0, -1] / 0.1, dim=-1)
     handle = attach(llama, device_budget="150%weights", draft=opposite(llama), **SETTINGS)
@@ -473,3 +473,14 @@ def test_the_room_of_a_draft_has_its_price(percent: int, share: float) -> None:
     handle = attach(model, device_budget=f"{percent}%weights", draft=draft, device="cpu")
     found = handle._calls.assistance.draft
     assert found is not None and found.generation.price.room_share == pytest.approx(share)
+
+
+def test_a_draft_that_is_never_right_soon_rests() -> None:
+    model = make_model("llama", num_hidden_layers=2)
+    given = {"max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(token_ids(9), **given)
+    handle = attach(model, device_budget="150%weights", draft=opposite(model), device="cpu")
+    assert torch.equal(model.generate(token_ids(9), **given), expected)
+    start = handle.stats.num_drafted
+    assert torch.equal(model.generate(token_ids(9), **given), expected)
+    assert handle.stats.num_drafted - start <= 3

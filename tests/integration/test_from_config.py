@@ -14,11 +14,14 @@ import transformers
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.capture.models import default_dtype, load_model_config, positions_of
 from ds_finepage.capture.shipped import model_names
+from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError, ConfigError
 from ds_finepage.execution import host_ops
 from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
+from ds_finepage.planning.liveness import needed_arena_bytes
+from ds_finepage.planning.policies import plan_steady
 from tests.integration.families import CACHE
 from tests.unit.capture.replay import replay
 
@@ -159,6 +162,15 @@ def test_the_config_is_left_as_it_was_and_gives_the_same_graph() -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_sliding_window_keeps_its_rows_only(phase: str) -> None:
     assert nbytes(capture(MISTRAL, phase), BufferKind.STATE) == [2 * 2 * 8 * 16 * 2] * 4
+
+
+@pytest.mark.parametrize("config", [LLAMA, OPT, MISTRAL, MIXTRAL], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_it_can_be_planned(config: Any, phase: str) -> None:
+    graph = capture(config, phase)
+    profile = load_profile("t4")
+    arena = needed_arena_bytes(graph, 512) * 3 // 4
+    check(plan_steady(graph, arena_bytes=arena, policy="finepage", alignment=512, profile=profile))
 
 
 # What the graph computes: run op by op, it gives what the model gives.

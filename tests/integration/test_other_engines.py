@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.checker.checker import check
-from ds_finepage.compare.accelerate_arm import KEPT, modules_to_place
+from ds_finepage.compare.accelerate_arm import KEPT, modules_to_place, pins_weights
 from ds_finepage.compare.engine import Engine, RunRequest
 from ds_finepage.compare.stopwatch import timed_forwards
 from ds_finepage.errors import ConfigError
@@ -181,3 +181,11 @@ def test_weights_beside_those_of_submodules_have_no_place() -> None:
         modules_to_place(model)
     with pytest.raises(ConfigError, match="the model itself has weights"):
         modules_to_place(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [({}, False), ({"offload_param": {"device": "cpu", "pin_memory": True}}, True)],
+)
+def test_the_ds_config_says_whether_weights_are_pinned(zero: Any, expected: bool) -> None:
+    assert pins_weights({"zero_optimization": zero}) is expected

@@ -40,6 +40,9 @@ RATES = HardwareProfile(
 )
 """Ops take long beside copies, so a pass has time for the fewest bytes."""
 
+BUSY = replace(RATES, launch_ns=5000, transfer_latency_ns=3000)
+"""Ops are so short that a pass waits for its copies."""
+
 UNKNOWN = {"rank_bytes_per_s": 0.0, "rank_latency_ns": 0}
 
 
@@ -103,3 +106,26 @@ def test_a_rank_reloads_its_share_of_what_one_rank_reloads(
         )
         assert known <= 0.9 * blind
     assert share > 0
+
+
+@pytest.mark.parametrize("rates", [RATES, BUSY], ids=["long ops", "short ops"])
+@pytest.mark.parametrize("latency_ns", [20_000, 100_000, 3_000_000])
+def test_bytes_of_a_rank_are_spent_on_time_alone(
+    passes: dict[str, list[TaskGraph]], rates: HardwareProfile, latency_ns: int
+) -> None:
+    """A plan that knows the link is never slower, and moves more only where that is faster."""
+    linked = replace(rates, rank_latency_ns=latency_ns)
+    pairs = zip(
+        planned(passes["parts"], replace(rates, **UNKNOWN)),  # type: ignore[arg-type]
+        planned(passes["parts"], linked),
+        strict=True,
+    )
+    shares = []
+    for pair in pairs:
+        (blind_bytes, blind_ns), (bytes_, ns) = (
+            (p.memgraph.reloaded_bytes, simulate(p.memgraph, linked).total_ns) for p in pair
+        )
+        assert ns <= (1.001 if bytes_ <= blind_bytes else 1 / 1.005) * blind_ns
+        shares.append(ns / blind_ns)
+    if latency_ns == 3_000_000:
+        assert max(shares) < 0.75  # a collect is all that counts, and there are fewer

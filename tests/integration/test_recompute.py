@@ -12,6 +12,7 @@ from torch import nn
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.graph.profiles import load_profile
+from ds_finepage.graph.taskgraph import Task
 from ds_finepage.planning.finepage import search as finepage
 from ds_finepage.planning.liveness import live_activation_bytes
 from ds_finepage.planning.rewrite.recompute import CHEAP_OPS
@@ -117,6 +118,24 @@ def test_fewer_bytes_move_and_the_result_is_the_same(
     moved_without, live_without = steady_bytes(model, x, budget_bytes, plain)
     assert live_without - live >= TABLE_BYTES // 2
     assert moved < moved_without
+
+
+def test_hooks_see_what_runs_again(model: nn.Module) -> None:
+    x = torch.randn(ROWS, WIDTH)
+    handle = attached(model, x, 16 << 20, split=False)
+    seen: list[Task] = []
+    handle.register_op_hook(after=lambda task, results: seen.append(task))
+    handle.replan(budget_bytes=handle.stats.needed_budget_bytes - TABLE_BYTES // 2)
+    for num_plans in (2, 3):
+        seen.clear()
+        with torch.no_grad():
+            model(x)
+        ((memgraph, _),) = handle.plans()
+        assert len(memgraph.graph.tasks) > handle.stats.passes[0].num_tasks
+        assert seen == list(memgraph.graph.tasks)
+        assert handle.stats.num_plans == num_plans
+        handle.replan()
+    handle.detach()
 
 
 def test_every_cheap_op_exists_and_draws_no_random_numbers() -> None:

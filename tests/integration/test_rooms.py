@@ -82,14 +82,28 @@ def test_two_chats_take_turns_and_callers_change_their_caches() -> None:
         assert all(map(torch.equal, two_chats(model), plain))
 
 
-def test_layers_of_other_kinds_are_beside_those_with_room() -> None:
-    torch.manual_seed(0)
+def gemma3() -> Any:
+    kinds = ["sliding_attention", "full_attention"]
+    config = hf.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=kinds)
+    return hf.Gemma3ForCausalLM(config)
+
+
+def lfm2() -> Any:
     config = hf.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])
-    model = hf.Lfm2ForCausalLM(config).eval()
+    return hf.Lfm2ForCausalLM(config)
+
+
+@pytest.mark.parametrize(("make", "settings"), [(gemma3, {"num_beams": 3}), (lfm2, {})])
+def test_layers_of_other_kinds_are_beside_those_with_room(
+    make: Callable[[], Any], settings: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
 
     def work(module: Any) -> torch.Tensor:
-        return greedy(module, input_ids=token_ids(12, batch=2) % 256, max_new_tokens=20)
+        ids = token_ids(12, batch=2) % 256
+        return greedy(module, input_ids=ids, max_new_tokens=20, **settings)
 
     plain = work(model)
     with attached(model, work) as handle:

@@ -101,3 +101,30 @@ def test_the_first_difference_is_named(families: Any) -> None:
     with torch.no_grad():
         model.lm_head.weight[0] += 1
     assert "logits of step 0 differ by" in families.first_difference(model, cell, 3)
+
+
+def test_all_families_are_run_where_nothing_is_chosen(families: Any) -> None:
+    options = families.parse([])
+    assert options.families == list(families.FAMILIES) and len(options.families) == 18
+    assert options.dtypes == ["float32", "bfloat16"]
+    assert options.prompts == [5, 40, 200]
+    assert options.tokens == 64 and options.out is None
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--families", "lama"], "--families: unknown 'lama'. Did you mean 'llama'"),
+        (["--dtypes", "float16"], "--dtypes: unknown 'float16'"),
+        (["--prompts", "5,x"], "--prompts: 'x' is not a whole number"),
+        (["--tokens", "0"], "--tokens: 0 behind a prompt of 200"),
+        (["--tokens", "312"], "the models have 512 positions"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused(
+    families: Any, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        families.parse(words)
+    assert error.value.code == 2
+    assert text in capsys.readouterr().err

@@ -159,6 +159,10 @@ def test_one_of_the_names_of_registering_hooks_exists() -> None:
     assert len([n for n in REGISTER_HOOKS if hasattr(DeepSpeedZeRoOffload, n)]) == 1
 
 
+def test_an_attribute_that_does_not_exist_is_noticed() -> None:
+    assert not exists("torch.nn.Module", "_no_such_name")
+
+
 def test_the_seams_find_the_names_of_deepspeed() -> None:
     pytest.importorskip("deepspeed")
 

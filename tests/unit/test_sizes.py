@@ -30,3 +30,11 @@ def too_long(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_is_too_long(path: Path) -> None:
     assert list(too_long(path.read_text())) == []
+
+
+def test_how_lengths_are_found() -> None:
+    body = "    x = 1\n"
+    assert list(too_long("def f():\n" + 59 * body)) == []
+    assert list(too_long("def f():\n" + 60 * body)) == ["f: 61 lines"]
+    assert list(too_long("class A:\n" + 250 * body)) == ["A: 251 lines"]
+    assert list(too_long(501 * "x = 1\n")) == ["file: 501 lines"]

@@ -235,3 +235,18 @@ def test_the_code_uses_no_retired_word(path: Path) -> None:
             doc = ast.get_docstring(node) or ""
             riddles = [s for s in sentences(doc) if re.match(r"(What|Whatever|Of) ", s)]
             assert riddles == [], "say who does what"
+
+
+def test_a_new_class_brings_new_terms(tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text(
+        "class SpillArena: ...\nclass _Hidden: ...\n"
+        "class Tint(str, enum.Enum):\n    DEEP_RED = 'r'\n"
+    )
+    missing = {word for _, word in terms_of(tmp_path) if is_new(word)}
+    assert missing == {"spill", "tint", "deep", "red"}
+
+
+def test_how_retired_words_are_found() -> None:
+    assert retired_in("all bytes but\n    for one") == ["but for"]
+    assert retired_in("# plan it\n# anew") == ["anew"]
+    assert retired_in("num_aside_runs, notwithstanding") == []

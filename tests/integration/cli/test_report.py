@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ds_finepage.graph import codec
 from ds_finepage.reporting import drawing
 from ds_finepage.reporting.page import PAGE_FILE
 from ds_finepage.reporting.results import RESULTS_FILE, run_folder, save_results
 from tests.commands import Cli
-from tests.unit.reporting.folders import RESULTS, SETTINGS, make_folder
+from tests.unit.reporting.folders import RESULTS, SETTINGS, make_folder, planned
 
 COMMANDS = pytest.mark.parametrize("command", ["report", "trace"])
 
@@ -46,15 +47,28 @@ def test_a_trace_of_a_folder(folder: Path, cli: Cli) -> None:
     assert max(sum(e["args"].values()) for e in counters) <= 5 * 64
 
 
+def test_a_trace_of_a_plan(tmp_path: Path, cli: Cli) -> None:
+    plan, out = tmp_path / "plan.json", tmp_path / "plan.trace.json"
+    codec.save(planned().memgraph, plan)
+    cli.refuses("trace", plan, says="Name the machine with --hardware")
+    arguments = ["trace", str(plan), "--hardware", "v100-16gb"]
+    cli(*arguments)
+    events = json.loads(out.read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert sum(e["dur"] for e in spans) * 1000 == pytest.approx(
+        sum(s.end_ns - s.start_ns for s in planned().timeline.spans)
+    )
+    cli(*arguments)  # it follows from the plan, so it is replaced
+
+
 def test_the_trace_of_a_written_plan_is_the_predicted_timeline(
     model: str, tmp_path: Path, cli: Cli
 ) -> None:
     plan, trace = tmp_path / "plan.json", tmp_path / "plan.trace.json"
     arguments = ["plan", "--model", model, "--seq", "64", "--hardware", "t4"]
     found = cli.json(*arguments, "--device-budget", "60%weights", "--out", plan)
-    cli.refuses("trace", plan, says="Name the machine with --hardware")
-    for _ in range(2):  # it follows from the plan, so it is replaced
-        cli("trace", plan, "--hardware", "t4")
+    cli("check", plan)
+    cli("trace", plan, "--hardware", "t4")
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X", "C"}
     spans = [event for event in events if event["ph"] == "X"]
@@ -82,6 +96,13 @@ def test_what_has_nothing_to_show_is_refused(
     monkeypatch.setitem(sys.modules, "jinja2", None)
     cli.refuses("report", folder, says="pip install 'ds_finepage[report]'")
     assert not (folder / PAGE_FILE).exists()
+
+
+@COMMANDS
+def test_a_folder_of_another_version(folder: Path, cli: Cli, command: str) -> None:
+    path = folder / RESULTS_FILE
+    path.write_text(path.read_text().replace('"format": 5', '"format": 0'))
+    cli.refuses(command, folder, says="of this version of ds_finepage: format: ")
 
 
 @COMMANDS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_finepage import whatif
+from ds_finepage import api, whatif
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.cli import grid
 from ds_finepage.config import DeviceBudget
@@ -290,3 +290,23 @@ def test_a_quantised_model_is_not_even_asked_for_sixteen_bits(tmp_path: Path) ->
 def test_one_form_where_one_is_taken(name: str, model: str, cli: Cli) -> None:
     words = "names several forms. Write one"
     cli.refuses(*commands(model)[name], "--weights", "int8,int4", says=words)
+
+
+def test_the_function_plans_packed_weights_too(model: str) -> None:
+    planned = api.plan_model(
+        model,
+        phase="decode",
+        batch=1,
+        seq=64,
+        device_budget="60%weights",
+        hardware="t4",
+        weights="int8",
+        weights_group=128,
+    )
+    assert planned.figures.weights == "int8, group 128"
+
+
+def test_the_json_of_a_grid_names_the_forms(model: str, cli: Cli) -> None:
+    forms = ["--weights", "int8,int4", "--weights-group", "32"]
+    command = cli.json(*commands(model)["grid"], *forms)["command"]
+    assert " --weights int8,int4 --weights-group 32 " in command

@@ -86,6 +86,21 @@ def test_weights_without_bytes_are_enough_to_capture() -> None:
     assert record(graph, args) == expected
 
 
+def test_state_that_is_changed_is_told_from_inputs() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(4, 2))
+
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            self.cache.index_copy_(0, at, x)
+            return self.cache.sum(0)
+
+    ((graph, args),) = by_dynamo(Cached(), (rows(1, 2), torch.tensor([1])))
+    kinds = [b.kind for b in record(graph, args).buffers]
+    assert kinds.count(BufferKind.STATE) == 1 and kinds.count(BufferKind.INPUT) == 2
+
+
 def test_an_input_is_as_large_as_its_storage() -> None:
     """It is on the device as a whole, whatever part of it the call uses."""
     whole = torch.zeros(100)
@@ -127,6 +142,19 @@ def test_labels_are_names_of_modules(make: Callable[[], nn.Module]) -> None:
     assert by_op["aten.mul.Tensor"] == ""
     products = [t.label for t in found.tasks if "mm" in t.op]
     assert products == ["layers.0", "layers.1"]
+
+
+def test_labels_of_nested_modules_are_qualified() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleDict({"up": nn.Sequential(nn.Linear(4, 4))})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks["up"](x)
+
+    ((graph, args),) = by_dynamo(Nested(), (rows(2, 4),))
+    assert set(labels(record(graph, args))) == {"blocks.up.0"}
 
 
 def test_a_function_has_no_labels() -> None:

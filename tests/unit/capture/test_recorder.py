@@ -215,6 +215,12 @@ def test_a_change_through_a_view_changes_the_buffer() -> None:
 # --- weights ---------------------------------------------------------------------------------
 
 
+def test_a_weight_is_recognised_and_named() -> None:
+    graph = captured(lambda x, w: x @ w, rows(2, 3), rows(3, 4), weights={1: "proj.weight"})
+    assert kinds(graph) == ["input", "weight", "output"]
+    assert (graph.buffers[1].name, graph.buffers[1].nbytes) == ("proj.weight", 48)
+
+
 @pytest.mark.parametrize(
     "function",
     [lambda w: w.add_(1), lambda w: w.t()[1:].zero_(), lambda w: w.data.copy_(w + 1)],

@@ -87,3 +87,16 @@ def test_slots_can_be_written_though_reserved_in_inference_mode() -> None:
         pool.reserve(64)
     pool.slice(0, 64).fill_(1)
     assert not pool.bytes.is_inference()
+
+
+def test_views_need_no_grad() -> None:
+    found = view_of(torch.ones(4, requires_grad=True), view("float32", (4,), (1,)))
+    assert not found.requires_grad
+
+
+def test_a_slot_is_the_pools_own_memory() -> None:
+    pool = HostPool(pinned=False)
+    pool.reserve(128)
+    pool.bytes.zero_()
+    pool.slice(64, 2).fill_(7)
+    assert pool.bytes.nonzero().flatten().tolist() == [64, 65]

@@ -250,6 +250,13 @@ def test_memory_that_cannot_be_pinned_in_place_is_refused() -> None:
         Accelerator(torch.device("xpu")).show(host)
 
 
+def test_an_error_of_pinning_in_place_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(cudaHostRegister=lambda address, nbytes, flags: 712)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(StoreError, match="cannot pin 3 bytes .* error 712"):
+        Accelerator(CUDA).show(torch.zeros(3, dtype=torch.uint8))
+
+
 def test_shown_memory_lives_as_long_as_a_tensor_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage on another address is generic, so the CPU can stand for the accelerator."""
     host = torch.arange(6, dtype=torch.uint8)

@@ -307,3 +307,8 @@ def test_an_error_in_a_range_that_is_read_ahead_is_that_of_its_copy(path: Path) 
         with pytest.raises(StoreError, match="it changed"):
             reader.copy(source, target)
     assert len(reader._ahead) + len(reader._at_once) == reader.staging_bytes // disk.PIECE_BYTES
+
+
+def test_a_part_of_a_range(path: Path) -> None:
+    source = source_of(path, 100, 50).part(10, 30)
+    assert (source.offset, source.nbytes) == (110, 20)

@@ -293,3 +293,22 @@ def test_two_passes_share_an_arena_and_its_residents(rig: Callable[..., Rig]) ->
         x = torch.randn(N, N)
         (found,) = shared.run((x,), (), one.residents)
         assert torch.equal(found, deep_in_eager(x, weights))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_every_mode_gives_the_same(rig: Callable[..., Rig], mode: Callable[[], Any]) -> None:
+    graph, weights = deep()
+    made = rig(graph, weights)
+    with mode():
+        x = torch.randn(N, N)
+        assert torch.equal(made(x)[0], deep_in_eager(x, weights))
+    x = torch.randn(N, N)
+    assert torch.equal(made(x)[0], deep_in_eager(x, weights))
+
+
+def test_outputs_belong_to_the_caller(rig: Callable[..., Rig]) -> None:
+    """A later pass makes new ones, and what the caller does to them is its own affair."""
+    made = rig(negated())
+    (first,) = made(torch.ones(3))
+    (second,) = made(torch.full((3,), 2.0))
+    assert first.tolist() == [-1.0] * 3 and second.tolist() == [-2.0] * 3

@@ -11,7 +11,7 @@ import torch
 from ds_finepage.errors import StoreError
 from ds_finepage.execution import executor
 from ds_finepage.execution.arena import byte_view
-from ds_finepage.execution.executor import OpHook
+from ds_finepage.execution.executor import OpHook, Residents
 from ds_finepage.execution.program import Program, lower
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Task, TaskGraph
@@ -141,6 +141,17 @@ def test_a_pass_that_finds_the_arena_as_before_is_not_lowered_again(
     assert lowered[-1] == lowered[0]  # the oldest was dropped, so that there are never more
 
 
+def test_while_a_pass_runs_nothing_counts_as_resident(rig: Callable[..., Rig]) -> None:
+    graph, weights = deep()
+    seen: list[Residents] = []
+    made = rig(
+        graph, weights, hooks=[OpHook(before=lambda t, o: seen.append(dict(made.residents)))]
+    )
+    made(torch.randn(N, N))
+    made(torch.randn(N, N))
+    assert seen and not any(seen)
+
+
 def test_an_error_leaves_nothing_resident_and_the_next_pass_right(rig: Callable[..., Rig]) -> None:
     graph, weights = deep()
     faults = [True]
@@ -176,3 +187,13 @@ def test_vacated_extents_are_poisoned(rig: Callable[..., Rig]) -> None:
     for extent in dropped:
         assert extent is not None and not kept[extent.offset : extent.end].any()
         assert (made.arena.slice(extent, extent.nbytes) == 0xFF).all()
+
+
+def test_without_poison_vacated_extents_are_left_as_they_are(rig: Callable[..., Rig]) -> None:
+    graph, weights = deep()
+    made = rig(graph, weights)
+    made.arena.bytes.zero_()
+    made(torch.randn(N, N))
+    assert not (made.arena.bytes == 0xFF).all()
+    drops = [n.id for n in made.memgraph.nodes if n.kind is NodeKind.DROP]
+    assert drops and not set(drops) & set(made.executor.actions)

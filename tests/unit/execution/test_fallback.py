@@ -281,3 +281,17 @@ def test_weights_on_the_device_take_the_place_of_parameters() -> None:
     found = run_resident(symbolic_trace(product), (x, parameter), weights, {"w": on_device})
     assert torch.equal(found, x @ on_device)
     assert on_device.requires_grad and not found.requires_grad
+
+
+def test_in_a_graph_the_hooks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = RunningCall()
+    running.begin()
+    model, table, used, _, _ = hooked(running)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    table.fill(model.scale)
+    for hook in [*model._forward_pre_hooks.values()]:
+        hook(model, ())
+    for hook in [*model._forward_hooks.values()]:
+        hook(model, (), None)
+    assert used == []
+    assert not shows_masters(model, table)

@@ -288,3 +288,15 @@ def test_a_fused_product_takes_nothing_on_an_accelerator() -> None:
         assert estimate_workspaces(fused).tasks[0].workspace_bytes == expected
         (on_cpu,) = estimated_on_cpu(fused).tasks
         assert on_cpu.workspace_bytes == estimated_on_cpu(plain).tasks[0].workspace_bytes > 0
+
+
+def test_an_op_without_out_overload_takes_its_results_at_least() -> None:
+    (task,) = measured(attention())
+    assert task.workspace_bytes >= (2 * 16 * 32 + 2 * 16) * 4
+
+
+def test_a_join_takes_nothing() -> None:
+    draft = Draft()
+    draft.join(draft.tensor(ACTIVATION, 8))
+    (task,) = measured(draft)
+    assert task.workspace_bytes == 0

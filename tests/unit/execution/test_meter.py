@@ -43,12 +43,24 @@ def test_what_was_there_before_does_not_count_nor_its_release() -> None:
     assert meter.peak_bytes == meter.live_bytes == kept.numel()
 
 
+def test_what_an_op_takes_for_a_moment_counts() -> None:
+    x = torch.zeros(MIB // 4)
+    with DeviceMeter(CPU) as meter:
+        x.add_(x + x)
+    assert meter.peak_bytes == MIB
+
+
 def test_an_error_inside_goes_through_and_is_measured_up_to() -> None:
     meter = DeviceMeter(CPU)
     with pytest.raises(ValueError, match="op failed"), meter:
         kept = block()
         raise ValueError("op failed")
     assert meter.peak_bytes == kept.numel()
+
+
+def test_a_meter_in_a_profile_is_refused() -> None:
+    with profile(use_kineto=False), pytest.raises(RuntimeError, match="profiler"):
+        DeviceMeter(CPU).__enter__()
 
 
 def test_a_meter_in_a_meter_is_refused_and_the_outer_one_goes_on() -> None:

@@ -134,3 +134,8 @@ def test_every_wait_is_needed(graph: TaskGraph, policy: str, spare: int, poison:
     for step, lane, position in waits_of(program):
         order = reachable(program, without=(step.node.id, lane, position))
         assert any(b not in order[a] for b, a in pairs), f"{step} need not wait for {lane}"
+
+
+def test_nodes_that_take_no_time_are_no_steps() -> None:
+    program = lower(planned(chain(5), 3))
+    assert {s.node.kind for s in program.merged} == {NodeKind.RELOAD, NodeKind.COMPUTE}

@@ -21,7 +21,7 @@ from ds_finepage.execution.spans import SpanRecorder
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, Draft
-from tests.unit.execution.lane_programs import fail, program_of
+from tests.unit.execution.lane_programs import fail, logging_actions, program_of
 from tests.unit.execution.rig import Rig, deep, deep_in_eager
 
 # --- runs ------------------------------------------------------------------------------------
@@ -195,6 +195,17 @@ def test_a_run_is_enqueued_where_it_is_recorded_and_replayed_then(device: FakeDe
     assert device.log == ["replay", "a on caller", "b on caller"]
 
 
+def test_runs_whose_graphs_were_dropped_are_recorded_again(device: FakeDevice) -> None:
+    graphs = graphs_of(device)
+    run = two_of(device, graphs)
+    run()
+    graphs.clear()
+    assert device.log[-1] == "synchronize"
+    device.log.clear()
+    run()
+    assert device.log == [*FIRST, "record"]
+
+
 def test_all_graphs_are_dropped_together_when_there_are_many(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +258,16 @@ def test_an_error_of_a_task_is_the_callers_and_nothing_is_recorded(device: FakeD
         with pytest.raises(ValueError, match="stop"):
             run()
     assert "record" not in device.log and len(device.current) == 1
+
+
+def test_a_replayed_pass_has_an_action_for_each_step(device: FakeDevice) -> None:
+    program = program_of("h2d r", "compute a <r", "compute b", "compute c")
+    actions, log = logging_actions(program)
+    found, recorded = graphs_of(device).replayed(program, actions, {1, 2})
+    for step in found.merged:
+        recorded[step.node.id]()
+    assert log == [0, 1, 2, 3]
+    assert [recorded[s.node.id] != actions[s.node.id] for s in found.merged] == [False, True, False]
 
 
 # --- the executor ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_finepage.errors import StoreError
+from ds_finepage.execution.arena import byte_view
 from ds_finepage.execution.stores import WeightChanges, WeightTable
 from tests.unit.execution.parameters import CPU, Model, attached, weights_of_module
 
@@ -199,3 +200,11 @@ def test_nothing_stays_on_the_device_when_loading_all_fails(
         table.load_all()
     masters = [table.masters[name].data_ptr() for name, _ in model.named_parameters()]
     assert table.on_device == {} and masters == [p.data_ptr() for p in model.parameters()]
+
+
+def test_bytes_of_a_tensor_are_its_own_memory() -> None:
+    x = torch.ones(2, 3, dtype=torch.int16)
+    found = byte_view(x)
+    found[:2] = 0
+    assert found.shape == (12,) and x.flatten().tolist() == [0, 1, 1, 1, 1, 1]
+    assert not byte_view(nn.Parameter(torch.ones(2))).requires_grad

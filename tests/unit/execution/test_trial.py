@@ -101,6 +101,10 @@ def gives_half(x: torch.Tensor) -> torch.Tensor:
     return x[: N // 2] + 1
 
 
+def gives_doubles(x: torch.Tensor) -> torch.Tensor:
+    return x.double() + 1
+
+
 class Restless:
     def __init__(self) -> None:
         self.num_calls = 0
@@ -129,7 +133,7 @@ def library() -> Iterator[None]:
         yield
 
 
-ALONE = [changes_what_it_reads, counts_from_the_storage, gives_half]
+ALONE = [changes_what_it_reads, counts_from_the_storage, gives_half, gives_doubles]
 
 
 def one_op(name: str, num_args: int = 1, dtype: str = "float32") -> TaskGraph:
@@ -170,6 +174,7 @@ def test_results_of_an_op_that_does_more_are_copied(function: Callable[..., Any]
         (changes_what_it_reads, "changes what it only reads"),
         (counts_from_the_storage, "gives other results in the arena than by itself"),
         (gives_half, "returns something else than it did when it was captured"),
+        (gives_doubles, "returns something else than it did when it was captured"),
     ],
     ids=by_name,
 )
@@ -264,3 +269,8 @@ def test_a_result_of_another_shape_or_dtype_is_not_broadcast() -> None:
         with pytest.raises(TaskMismatchError, match=r"returns torch.float.* captured were"):
             run_and_copy(lambda r=result: r, [], {}, [out])
         assert torch.equal(out, torch.zeros(3))
+
+
+def test_an_op_that_was_never_tried_may_not_write_into_place() -> None:
+    graph = one_op("writes_into_place")
+    assert OpMeter(CPU).in_place(graph) == frozenset()

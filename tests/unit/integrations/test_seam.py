@@ -51,7 +51,9 @@ def engine_module() -> Any:
         def _configure_distributed_model(self, model: Any) -> list[str]:
             return [name for name, _ in model.named_parameters()]
 
-        def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        def _configure_zero_optimizer(self, optimizer: Any, *, fails: bool = False) -> Any:
+            if fails:
+                raise RuntimeError("theirs")
             return optimizer, module.DeepSpeedZeRoOffload
 
     module.DeepSpeedEngine = DeepSpeedEngine
@@ -82,6 +84,13 @@ def test_an_engine_that_asks_for_it_builds_ours_with_its_settings(engines: Any) 
 @pytest.mark.parametrize("settings", ({}, {"finepage": {"enabled": False}}), ids=str)
 def test_every_other_engine_stays_stock(engines: Any, settings: dict[str, Any]) -> None:
     assert built(engines, settings) is Stock
+
+
+def test_an_error_while_it_is_built_leaves_the_name_as_it_was(engines: Any) -> None:
+    with pytest.raises(RuntimeError, match="theirs"):
+        engines.DeepSpeedEngine(SUPPORTED)._configure_zero_optimizer(None, fails=True)
+    assert engines.DeepSpeedZeRoOffload is Stock
+    assert built(engines, {}) is Stock
 
 
 def test_a_planned_engine_gets_a_model_without_tensor_subclasses(engines: Any) -> None:
@@ -128,35 +137,41 @@ def test_nvme_means_the_files_of_the_checkpoint(
 
 
 ZERO = "_config.zero_config"
-PARAMETERS = "_config._param_dict"
-REFUSED: list[tuple[str, Any, str]] = [
-    ("client_optimizer", object(), "an optimizer was given"),
-    (PARAMETERS, {**SUPPORTED, "optimizer": {}}, "an optimizer was given"),
-    (
-        PARAMETERS,
-        {**SUPPORTED, "tensor_parallel": {"autotp_size": 3}},
-        "there are 2, and .*autotp_size is 3. Set it to 2 or",
-    ),
-    ("_config.zero_optimization_stage", 2, "stage is 2"),
-    (f"{ZERO}.offload_param", None, "is 'none'"),
-    (f"{ZERO}.offload_param.device", "disk", "is 'disk'. Set it to 'cpu' or 'nvme'"),
-    (f"{ZERO}.zero_quantized_weights", True, "cannot read quantized"),
-]
+REFUSED: dict[str, tuple[Any, str]] = {
+    "client_optimizer": (object(), "an optimizer was given"),
+    "_config._param_dict": ({**SUPPORTED, "optimizer": {}}, "an optimizer was given"),
+    "_config.zero_optimization_stage": (2, "stage is 2"),
+    f"{ZERO}.offload_param": (None, "is 'none'"),
+    f"{ZERO}.offload_param.device": ("disk", "is 'disk'. Set it to 'cpu' or 'nvme'"),
+    f"{ZERO}.zero_quantized_weights": (True, "cannot read quantized"),
+}
 
 
-@pytest.mark.parametrize(("place", "value", "message"), REFUSED)
+@pytest.mark.parametrize("place", REFUSED)
 def test_what_cannot_work_is_refused_before_anything_is_built(
-    engines: Any, place: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    engines: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 1)
     engine, stock = engines.DeepSpeedEngine(SUPPORTED), engines.DeepSpeedEngine({})
     assert engine._do_sanity_check() == "checked"
+    value, message = REFUSED[place]
     *outer, name = place.split(".")
     for changed in (engine, stock):
         setattr(functools.reduce(getattr, outer, changed), name, value)
     with pytest.raises(ConfigError, match=message):
         engine._do_sanity_check()
     stock._config._param_dict = {}
+    assert stock._do_sanity_check() == "checked"
+
+
+def test_tensor_parallelism_over_a_part_of_the_ranks_is_refused(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+    settings = {**SUPPORTED, "tensor_parallel": {"autotp_size": 3}}
+    with pytest.raises(ConfigError, match="there are 2, and .*autotp_size is 3. Set it to 2 or"):
+        engines.DeepSpeedEngine(settings)._do_sanity_check()
+    stock = engines.DeepSpeedEngine({"tensor_parallel": {"autotp_size": 3}})
     assert stock._do_sanity_check() == "checked"
 
 
@@ -284,6 +299,21 @@ def test_the_compiler_skips_hooks_outside_of_what_is_captured(
     engine.module_forward_post_hook.remove()
     assert list(engine.module._forward_hooks) == [other.id]
     engine._configure_zero_optimizer("theirs")  # hooks that are gone
+
+
+def test_installing_twice_is_installing_once() -> None:
+    module = engine_module()
+    before = identities(module.DeepSpeedEngine)
+    seam.install(module)
+    once = identities(module.DeepSpeedEngine)
+    assert once != before
+    seam.install(module)
+    assert identities(module.DeepSpeedEngine) == once
+
+
+def identities(owner: type) -> dict[str, int]:
+    """Return the identity of each member; a wrapper compares equal to the method it wraps."""
+    return {name: id(member) for name, member in vars(owner).items()}
 
 
 def test_a_module_that_is_still_being_imported_stays_as_it_is() -> None:

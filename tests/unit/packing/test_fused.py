@@ -25,7 +25,7 @@ from ds_finepage.packing import fused, op
 from ds_finepage.packing.form import Packed, PackedForm
 from ds_finepage.packing.linear import PackedWeight
 from ds_finepage.packing.model import pack_model, set_fused
-from ds_finepage.packing.stock import StockPacked
+from ds_finepage.packing.stock import StockPacked, pack_as_stock
 from tests.unit.packing.products import everywhere, packed_layer_of, packed_weight, rows_of
 
 __all__ = ["everywhere"]
@@ -183,6 +183,14 @@ def test_few_rows_are_fused_where_the_layer_asks(fused_calls: list[int]) -> None
     set_fused(model, False)
     model(few)
     assert fused_calls == [FUSED_ROWS]
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_stock_layers_do_as_their_form_says(fused_calls: list[int]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    pack_as_stock(model, PackedForm(4, fused=True))
+    model(rows_of(2, 64))
+    assert fused_calls == [2]
 
 
 @pytest.mark.usefixtures("everywhere")

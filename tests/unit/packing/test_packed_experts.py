@@ -84,6 +84,15 @@ def test_only_experts_with_rows_are_unpacked_slice_by_slice(
     assert [p.numbers.shape for p in seen] == [e.shape for e in expected]
 
 
+def test_slices_are_products_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "SLICE_ROWS", 8)
+    packed, x = matrices(FORM), torch.randn(5, 64)
+    whole = product(x, packed, FORM)
+    for begin, end in ((0, 8), (8, 24), (24, 28)):
+        cut = Packed(*(part[:, begin:end].contiguous() for part in packed))
+        assert torch.equal(product(x, cut, FORM), whole[:, begin:end])
+
+
 def test_matrices_are_packed_each_by_itself_and_on_the_meta_device() -> None:
     packed = matrices(FORM)
     again = pack(torch.randn(4, 28, 64, device="meta"), FORM)

@@ -65,6 +65,12 @@ def test_only_a_slice_is_unpacked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert [tuple(m.shape) for m in seen] == [(16, 64), (8, 64)]
 
 
+def test_it_has_shapes_without_data() -> None:
+    packed = packed_layer_of(torch.nn.Linear(64, 24, device="meta"), PackedForm(4))
+    assert packed(torch.empty(2, 64, device="meta")).shape == (2, 24)
+    assert packed.numbers.shape == (24, 32) and packed.scales.shape == (24, 1)
+
+
 def test_the_layer_shows_itself() -> None:
     packed = layer(PackedForm(4, 32))
     assert "in_features=64, out_features=24, bias=True, int4 in groups of 32" in repr(packed)

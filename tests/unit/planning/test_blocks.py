@@ -209,3 +209,11 @@ def test_blocks_always_cover_the_arena(seed: int) -> None:
             end += block.nbytes
         assert end == 64 * 16
         assert sorted(owners) == sorted(b.buffer for b in blocks if b.buffer is not None)
+
+
+def test_bytes_that_were_never_used_come_first_at_any_address() -> None:
+    blocks = BlockList(256)
+    blocks.alloc(0, 64)
+    blocks.alloc(1, 64)
+    blocks.free(0, 1)
+    assert blocks.alloc(2, 64) == (Extent(128, 64), [])
