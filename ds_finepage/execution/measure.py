@@ -129,7 +129,7 @@ class OpMeter:
             for signature, task in zip(_signatures(graph), graph.tasks, strict=True)
             if signature not in self._costs
             and task.index not in graph.host_tasks
-            and _fits(graph, task, room_bytes)
+            and (is_collective(task) or _fits(graph, task, room_bytes))  # no collective is tried
         }
 
     def in_place(self, graph: TaskGraph) -> frozenset[int]:

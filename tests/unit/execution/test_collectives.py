@@ -53,14 +53,19 @@ def test_a_rank_that_is_gone_is_named(group: str, monkeypatch: pytest.MonkeyPatc
         torch.ops.finepage.all_gather_into_(torch.ones(6), torch.ones(3), group, 2)
 
 
-def test_one_rank_alone_measures_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room_bytes", [None, 0])
+def test_one_rank_alone_measures_no_collective(
+    monkeypatch: pytest.MonkeyPatch, room_bytes: int | None
+) -> None:
     monkeypatch.delattr(measure, "Trial")
     draft = Draft()
     x, all_of_x = draft.tensor(ACTIVATION, 4, 4), draft.tensor(ACTIVATION, 8, 4)
     draft.task(ALL_REDUCE, x, "sum", "no group", 2, changes=(x,))
     draft.task(ALL_GATHER, all_of_x, x, "no group", 2, changes=(all_of_x,))
     meter, graph = OpMeter(CPU), draft.graph()
-    costs = [(t.time_ns, t.workspace_bytes) for t in meter.with_costs(graph).tasks]
+    costs = [
+        (t.time_ns, t.workspace_bytes) for t in meter.with_costs(graph, room_bytes=room_bytes).tasks
+    ]
     assert costs == [(None, 0), (None, 0)]
     assert meter.knows_all(graph)
 
