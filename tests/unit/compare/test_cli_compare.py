@@ -12,7 +12,7 @@ import pytest
 
 from ds_finepage.cli import compare as command
 from ds_finepage.compare.arms import ARMS
-from ds_finepage.reporting.results import CompareSettings, Results, save_results
+from ds_finepage.reporting.results import RESULTS_FILE, CompareSettings, Results, save_results
 from tests.commands import Cli
 from tests.unit.compare.runs import DS_CONFIG, results, run
 
@@ -272,3 +272,12 @@ def test_an_interrupt_says_where_the_finished_runs_are(
     interrupted = call("--out", tmp_path, status=130)
     assert f"finished runs are in {tmp_path}; --resume goes on" in interrupted.err
     assert "--resume" not in call(status=130).err
+
+
+def test_results_of_another_version_are_refused(call: Cli, tmp_path: Path) -> None:
+    call("--out", tmp_path)
+    path = tmp_path / RESULTS_FILE
+    path.write_text(path.read_text().replace('"format": 5', '"format": 99'))
+    says = "of this version of ds_finepage: format: Input should be 5"
+    call.refuses("--out", tmp_path, "--resume", says=says)
+    assert '"format": 99' in path.read_text()
