@@ -7,6 +7,7 @@ A subcommand is a module. Its docstring is the help. It has two functions:
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import logging
 import shlex
@@ -26,6 +27,9 @@ ON_PLANS = ("check", "curve", "grid", "probe", "report", "trace")
 COMMANDS = ("demo", "serve", "chat", "compare", "plan", *ON_PLANS)
 INTERRUPTED, TERMINATED = 130, 143
 """Exit statuses after Ctrl-C and after SIGTERM, as shells have them."""
+
+OBJECTS_TO_COLLECT = 100_000
+"""New objects that the collector waits for; Python itself waits for some hundred."""
 
 LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 """The logging level for each number of ``-v``."""
@@ -73,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.verbose:
         quieten_libraries()
     try:
-        with sigterm_interrupts():
+        with sigterm_interrupts(), rare_collections():
             status = arguments.run(arguments)
         assert isinstance(status, int)
         return status
@@ -86,6 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ds-finepage: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Let Python's collector walk young objects rarely: imports and plans make many that stay."""
+    before = gc.get_threshold()
+    gc.set_threshold(OBJECTS_TO_COLLECT, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def quieten_libraries() -> None:

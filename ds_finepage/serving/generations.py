@@ -17,6 +17,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 
+from ds_finepage._compat.torch import dynamo_config
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
 from ds_finepage.serving.worth import PAGE, Room, warm_lengths
 
@@ -41,6 +42,8 @@ class Generations(GenerateManager):
         """Generate nothing yet."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.longest, self.is_over = longest, threading.Event()
+        # Else Dynamo traces the first prompt for its length alone. The setting is the thread's.
+        self.submit(setattr, dynamo_config, "assume_static_by_default", False)
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, *args: Any, **kw: Any

@@ -97,7 +97,8 @@ def worth_of(
         budget_bytes = budget_on(budget, captured.graph.weight_bytes, profile)
         plan = partial(plan_captured, budget_bytes=budget_bytes, profile=profile)
         step = plan(captured).figures
-        plan(prompt(min(LEAST_CONTEXT, positions)))  # refuses what has no room
+        if least_bytes(shortest := min(LEAST_CONTEXT, positions)) > budget_bytes:
+            plan(prompt(shortest))  # refuses it
         if clients == 1:
             room = Room(longest_context(least_bytes, positions, budget_bytes))
         else:
@@ -165,6 +166,8 @@ def longest_context(least_bytes: Callable[[int], int], positions: int, budget_by
     for _ in range(NUM_TRIES):
         share = (budget_bytes - fits) / (exceeds - fits)
         middle = min(max(low + 1, low + int(share * (high - low))), high - 1)
+        if middle <= low + low // 64:
+            break  # each try is a capture
         found = least_bytes(middle)
         if found <= budget_bytes:
             low, fits = middle, found
@@ -174,11 +177,6 @@ def longest_context(least_bytes: Callable[[int], int], positions: int, budget_by
 
 
 def warm_lengths(longest: int) -> list[int]:
-    """Return lengths of prompts whose plans serve all others: each half of the one before.
-
-    Dynamo fixes the sizes of the first prompt, and lets those of the second one vary. A KV cache
-    that only the longest prompt has in host memory needs a second one of its own.
-    """
+    """Return lengths of prompts whose plans serve all others: each half of the one before."""
     first = 1 << (min(longest, LONGEST_WARM).bit_length() - 1)
-    halves = [first >> n for n in range(first.bit_length()) if first >> n >= LEAST_CONTEXT]
-    return [first, first * 3 // 4, *halves[1:]]
+    return [first >> n for n in range(first.bit_length()) if first >> n >= LEAST_CONTEXT]

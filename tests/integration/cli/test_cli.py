@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import signal
 import subprocess
@@ -97,6 +98,18 @@ def test_sigterm_ends_a_command_as_an_interrupt_does(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == ["interrupt", "own"]
+
+
+def test_objects_are_collected_rarely_while_a_command_runs(command: Command) -> None:
+    before, seen = gc.get_threshold(), []
+
+    def run(_: argparse.Namespace) -> int:
+        seen.append(gc.get_threshold())
+        raise FinepageError("ends")
+
+    command.run = run
+    assert cli.main(["fake"]) == FinepageError.exit_status
+    assert seen == [(cli.OBJECTS_TO_COLLECT, *before[1:])] and gc.get_threshold() == before
 
 
 def test_a_command_runs_in_a_thread_too(command: Command) -> None:

@@ -52,6 +52,7 @@ def fetched(served: Any, method: str, path: str) -> str:
 
 def test_answers_are_those_of_the_model(served: Any, capfd: pytest.CaptureFixture[str]) -> None:
     before = handle_in(served.model).stats
+    assert before.num_captures == 2  # a prompt and a step, of any length
     texts = ["hello", "def main(): " * 9, "one two three"]
     assert asked_at_once(served, texts) == {text: plain_answer(served, text) for text in texts}
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

@@ -8,6 +8,7 @@ import pytest
 import transformers as hf
 
 from ds_finepage.config import DeviceBudget
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.serving.worth import (
     LEAST_CONTEXT,
@@ -18,6 +19,7 @@ from ds_finepage.serving.worth import (
     warm_lengths,
     worth_of,
 )
+from ds_finepage.whatif import capture_model, forms_of
 
 SIZES = {
     "hidden_size": 64,
@@ -88,9 +90,10 @@ def test_the_longest_context_has_room_and_a_longer_one_has_not(
 
     found = longest_context(least_bytes, 100_000, budget_bytes)
     assert least_bytes(found) <= budget_bytes and found >= LEAST_CONTEXT
+    assert len(asked) <= NUM_TRIES + 4
     if power == 1 and found < 100_000:
         assert least_bytes(found + 2) > budget_bytes
-    assert len(asked) <= NUM_TRIES + 4
+        assert len(asked) <= 6  # a straight line finds it at once
 
 
 def test_a_model_with_few_positions_takes_all_of_them() -> None:
@@ -98,7 +101,28 @@ def test_a_model_with_few_positions_takes_all_of_them() -> None:
     assert longest_context(lambda seq: seq, 8, 1000) == 8
 
 
-def test_prompts_are_halved_and_the_first_kind_comes_twice() -> None:
-    assert warm_lengths(200) == [128, 96, 64, 32, 16]
-    assert warm_lengths(1 << 20)[:3] == [4096, 3072, 2048]
-    assert warm_lengths(20) == [16, 12]
+def test_prompts_are_halved() -> None:
+    assert warm_lengths(200) == [128, 64, 32, 16]
+    assert warm_lengths(1 << 20)[:3] == [4096, 2048, 1024]
+    assert warm_lengths(20) == [16]
+
+
+def test_a_budget_for_steps_alone_is_refused(tmp_path: Path) -> None:
+    sizes = {**SIZES, "intermediate_size": 1024, "max_position_embeddings": 64, "vocab_size": 64}
+    hf.LlamaConfig(**sizes, dtype="float32").save_pretrained(tmp_path)
+    profile, given = load_profile("t4"), {"batch": 1, "profile": load_profile("t4")}
+
+    def least_bytes(phase: str, seq: int) -> int:
+        captured = capture_model(str(tmp_path), phase=phase, seq=seq, **given)
+        forms = forms_of(captured, policy="finepage", split=True)
+        return min(needs.min_budget_bytes for _, needs in forms)
+
+    prompt_bytes = least_bytes("prefill", LEAST_CONTEXT)
+    assert least_bytes("decode", 64) < prompt_bytes
+    with pytest.raises(PlanInfeasibleError) as refused:
+        worth_of(str(tmp_path), DeviceBudget.parse(prompt_bytes - 1, name="budget"), profile)
+    assert refused.value.min_budget_bytes == prompt_bytes
+    figures, room = worth_of(
+        str(tmp_path), DeviceBudget.parse(prompt_bytes, name="budget"), profile
+    )
+    assert room.longest == LEAST_CONTEXT and figures["longest context, tokens"] == LEAST_CONTEXT
