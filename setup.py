@@ -57,6 +57,7 @@ setup(
         "ds_finepage.capture": ["models/*.json"],
         "ds_finepage.cli": ["demo.json"],
         "ds_finepage.graph": ["profiles/*.json"],
+        "ds_finepage.packing": ["*.c"],
         "ds_finepage.reporting": ["templates/*.html"],
     },
     install_requires=[

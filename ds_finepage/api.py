@@ -41,6 +41,7 @@ from ds_finepage.graph.packed import GROUP
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
+from ds_finepage.packing import native
 from ds_finepage.packing.form import PackedForm
 from ds_finepage.packing.fused import why_not
 from ds_finepage.packing.model import is_packed, pack_model, set_fused
@@ -217,13 +218,13 @@ def attach(
         apart, weights, buffers = _taken(module, take, where, undo)
         budget_bytes = _budget_on(config, weights.nbytes, where, ranks)
         try:
-            run_settings = _run_settings(config, where, budget_bytes, weights, profile, ranks)
+            chosen = _run_settings(module, config, where, budget_bytes, weights, profile, ranks)
             if config.draft != "off":
                 weights.install()  # ZeRO's parameters have no data, but show their masters then
                 undo.callback(weights.restore)
-            drafted = _draft_of(module, draft, run_settings, ranks)
+            drafted = _draft_of(module, draft, chosen, ranks)
             given: dict[str, Any] = {"take": take, "around_call": around_call, "ranks": ranks}
-            handle = Handle(module, weights, run_settings, apart=apart, buffers=buffers, **given)
+            handle = Handle(module, weights, chosen, apart=apart, buffers=buffers, **given)
             undo.callback(handle.detach)
             handle.take_draft(drafted)
         except torch.OutOfMemoryError as error:
@@ -373,7 +374,9 @@ def _pack(module: torch.nn.Module, config: FinepageConfig, where: torch.device) 
     set_fused(module, config.fused_unpacking and reason is None)
 
 
-def _why_no_host(config: FinepageConfig, weights: WeightTable, ranks: Ranks) -> str | None:
+def _why_no_host(
+    module: torch.nn.Module, config: FinepageConfig, weights: WeightTable, ranks: Ranks
+) -> str | None:
     """Return why the host computes no products; None if it may."""
     if config.host_compute == "off":
         return "it is off"
@@ -383,10 +386,13 @@ def _why_no_host(config: FinepageConfig, weights: WeightTable, ranks: Ranks) -> 
         return "several ranks share the model"
     if weights.files.sources:
         return "weights lie in files, because host_budget has no room for them"
+    if is_packed(module) and (why := native.why_not()) is not None:
+        return f"the host unpacks into its memory, which is slower than copies: {why}"
     return None
 
 
 def _run_settings(
+    module: torch.nn.Module,
     config: FinepageConfig,
     where: torch.device,
     budget_bytes: int,
@@ -400,7 +406,7 @@ def _run_settings(
     host_budget_bytes = _host_budget_of(config, weights)
     scratch_bytes = min(PROBE_SCRATCH_BYTES, budget_bytes // 2)
     rates = profile or probe(where, scratch_bytes=scratch_bytes)
-    if (why := _why_no_host(config, weights, ranks)) is not None:
+    if (why := _why_no_host(module, config, weights, ranks)) is not None:
         if config.host_compute != "off":
             logger.warning("finepage.host_compute has no effect: %s", why)
         rates = rates.without_host

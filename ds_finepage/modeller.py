@@ -15,7 +15,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.budget import budget_on
 from ds_finepage.planning.pipeline import PlanSettings, bound_of
 from ds_finepage.planning.policies import EngineSettings, policy_named
-from ds_finepage.planning.time_bound import alone_ns, end_times_ns
+from ds_finepage.planning.time_bound import end_times_ns
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.results import PhaseFigures
 from ds_finepage.whatif import (
@@ -276,7 +276,7 @@ class Modeller:
         )
         arena_bytes = max(1, self.budget_bytes - captured.needs.non_arena_bytes)
         bound = bound_of(captured.graph, arena_bytes, settings)
-        end_ns = max(end_times_ns(alone_ns(bound.graph, self.profile), self.profile))
+        end_ns = max(end_times_ns(bound.graph, self.profile))
         return end_ns, bound.nbytes or bound.needed_bytes - bound.kept_bytes
 
 

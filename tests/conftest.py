@@ -90,6 +90,14 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
 
 
+@pytest.fixture
+def unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU unpack packed weights into its memory, as it does without a C compiler."""
+    from ds_finepage.packing import native
+
+    monkeypatch.setattr(native, "takes", lambda *_: False)
+
+
 @pytest.fixture(scope="module")
 def script() -> Iterator[Script]:
     """Import scripts of benchmarks/ by name, for the tests of a module."""

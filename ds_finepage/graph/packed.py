@@ -52,6 +52,9 @@ CUT_ROWS = 2 * SLICE_ROWS
 FUSED_ROWS = 16
 """The most rows of activations that a fused product takes: those of a decode step."""
 
+FEW_ROWS = 8
+"""The most rows of activations for which a CPU unpacks in registers, where it has a C compiler."""
+
 _FUSED = 7
 
 

@@ -1,7 +1,8 @@
 """The ops that multiply by packed weights.
 
-Each is one op to torch, so one task of a plan. A CPU unpacks ``SLICE_ROWS`` rows of a weight at a
-time and multiplies by them, so that they stay in its caches. An accelerator unpacks as many as
+Each is one op to torch, so one task of a plan. A CPU unpacks in registers where few rows are
+multiplied (``native.py``). Else it unpacks ``SLICE_ROWS`` rows of a weight at a time and multiplies
+by them, so that they stay in its caches. An accelerator unpacks as many as
 ``SCRATCH_BYTES`` hold, because each kernel has to be started.
 
 [Note: slices are products of their own]
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from ds_finepage.graph.packed import CUT_ROWS, FUSED_ROWS, SLICE_ROWS
+from ds_finepage.packing import native
 from ds_finepage.packing.form import WIDE_ROWS, Packed, PackedForm, unpack
 from ds_finepage.packing.fused import fused_product, why_not
 
@@ -51,7 +53,7 @@ def workspace_bytes(
 ) -> int:
     """Return the bytes that an op takes for itself: the most that is unpacked at a time.
 
-    On a CPU it takes fewer in some forms.
+    On a CPU it takes fewer in some forms, and for few rows.
 
     Args:
         numbers: Shape of the numbers, of one matrix or of several.
@@ -165,6 +167,9 @@ def _multiply(
     results: torch.Tensor,
 ) -> None:
     """Multiply rows by one packed matrix; see [Note: slices are products of their own]."""
+    if native.takes(rows, packed):
+        native.product(rows, packed, bias, form, results)
+        return
     step = at_once = SLICE_ROWS
     if not rows.is_cpu:
         step, at_once = CUT_ROWS, _rows_at_once(rows.shape[1] * rows.element_size())

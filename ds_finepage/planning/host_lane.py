@@ -12,13 +12,15 @@ the others. Two ways are known:
 
 It also takes ``(m - h) / l``, the time of the copies. The longer of both is least where they are
 equal. Where ``h`` is not positive there, the copies hide behind the tasks, and the host has nothing
-to do. The host issues tasks as well, so none takes less time than that.
+to do. Beside cut products the device needs ``n + d (1 - h / w)``, so a slow one leaves more to the
+host. The host issues tasks as well, so none takes less time than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ds_finepage.graph.host_work import host_work
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.routes import Route, routes
 from ds_finepage.graph.taskgraph import TaskGraph
@@ -80,7 +82,7 @@ def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
     times = [max(costs.task_ns(graph, task), profile.host_op_ns) for task in graph.tasks]
     products_ns = sum(times[task.index] for task in products)
     others_ns = sum(times) - products_ns
-    hosts = [costs.host_product_ns(task.moved_bytes, task.flops) for task in products]
+    hosts = [costs.host_product_ns(*host_work(graph, task)) for task in products]
     host_ns = sum(hosts) + len(units) * profile.host_op_ns
     begins_ns = len(units) * (costs.host_product_ns(0, 0) + profile.host_op_ns)
     missing = lower_bound(graph, problem.arena_bytes, problem.alignment, may_cut=problem.split)
@@ -91,13 +93,14 @@ def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
         """Return the share of the host: it adds as much of ``more_ns`` to ``fixed_ns``."""
         return min(1.0, (missing_ns - fixed_ns) / (all_ns + more_ns))
 
-    whole = share_of(others_ns + products_ns, host_ns - products_ns)
-    if problem.split:
-        cut = share_of(others_ns + begins_ns, host_ns - begins_ns)
-        if cut > whole:
+    whole = max(0.0, share_of(others_ns + products_ns, host_ns - products_ns))
+    ends_ns = missing_ns - whole * all_ns, sum(times) + whole * (host_ns - products_ns)
+    if problem.split and (cut := share_of(others_ns + begins_ns, more := host_ns - begins_ns)) > 0:
+        if missing_ns > sum(times):
+            cut = max(cut, (products_ns - begins_ns) / (products_ns + more))
+        lanes_ns = begins_ns + cut * more, products_ns - cut * products_ns
+        if max(missing_ns - cut * all_ns, others_ns + max(lanes_ns)) < max(ends_ns):
             return _rows_of_each(units, cut)
-    if whole <= 0:
-        return {}
     return {unit.buffer: unit.num_rows for (unit,) in _evenly([[u] for u in units], whole)}
 
 

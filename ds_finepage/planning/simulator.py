@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.host_work import host_work
 from ds_finepage.graph.memgraph import Lane, MemGraph, Node, NodeKind, lane_of_late
 from ds_finepage.graph.profiles import DEFAULT_DTYPE, require_usable
 from ds_finepage.graph.taskgraph import TO_HOST, Task, TaskGraph
@@ -85,7 +86,7 @@ class Costs:
         takes as long as that copy.
         """
         if task.index in graph.host_tasks:
-            return self.host_product_ns(task.moved_bytes, task.flops)
+            return self.host_product_ns(*host_work(graph, task))
         if task.time_ns is not None:
             return task.time_ns
         if is_collective(task):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_finepage.graph.hardware import HardwareProfile
+from ds_finepage.graph.host_work import host_work
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
@@ -34,7 +34,7 @@ def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int)
     written_bytes = sum(graph.buffers[b].nbytes for b in written)
     return max(
         bound.time_ns(tasks_ns, profile.h2d_bytes_per_s),
-        max(end_times_ns(tasks_ns, profile), default=0),
+        max(end_times_ns(graph, profile), default=0),
         _least_copies_ns(bound, profile, arena_bytes),
         _least_collects_ns(bound, profile),
         int(written_bytes * 1e9 / profile.d2h_bytes_per_s),
@@ -68,8 +68,8 @@ def least_time_beside_host_ns(bound: LowerBound, profile: HardwareProfile) -> in
     )
     device_ns = sum(tasks_ns[task.index] for task in products)
     host_s = sum(
-        max(task.moved_bytes / profile.host_bytes_per_s, task.flops / profile.host_flops_per_s)
-        for task in products
+        max(nbytes / profile.host_bytes_per_s, flops / profile.host_flops_per_s)
+        for nbytes, flops in (host_work(graph, task) for task in products)
     )
     others_ns, host_ns = sum(tasks_ns) - device_ns, host_s * NS_PER_S
     issue_ns = (len(graph.tasks) - len(products)) * profile.host_op_ns
@@ -86,24 +86,39 @@ def least_time_beside_host_ns(bound: LowerBound, profile: HardwareProfile) -> in
 
 
 def alone_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
-    """Return the least time of each task on the device; none for a copy to host memory."""
+    """Return the least time of each task on the device.
+
+    A copy to host memory and a product of the host take none.
+    """
     costs = Costs(profile)
-    return [0 if task.op == TO_HOST else costs.task_ns(graph, task) for task in graph.tasks]
+    return [
+        0 if task.op == TO_HOST or task.index in graph.host_tasks else costs.task_ns(graph, task)
+        for task in graph.tasks
+    ]
 
 
-def end_times_ns(tasks_ns: Sequence[int], profile: HardwareProfile) -> list[int]:
-    """Return the times at which the tasks end if none waits for a copy.
+def end_times_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
+    """Return the times by which each task and all before it end, if none waits for a copy.
+
+    A product of the host runs beside the tasks of the device that read none of its results.
 
     Args:
-        tasks_ns: The time of each task on the device.
+        graph: The pass.
         profile: The machine, whose host issues the tasks.
     """
-    issued = end = 0
-    found = []
-    for task_ns in tasks_ns:
+    costs, ready = Costs(profile), dict[int, int]()  # buffer -> when its last writer ends
+    issued = device_end = host_end = 0
+    found: list[int] = []
+    for task, task_ns in zip(graph.tasks, alone_ns(graph, profile), strict=True):
         issued += profile.host_op_ns
-        end = max(end, issued) + task_ns
-        found.append(end)
+        start = max([issued, *(ready.get(b, 0) for b in task.reads)])
+        if task.index in graph.host_tasks:
+            end = host_end = max(start, host_end) + costs.task_ns(graph, task)
+        else:
+            end = device_end = max(start, device_end) + task_ns
+        for buffer in (*task.writes, *task.touches):
+            ready[buffer] = max(end, ready.get(buffer, 0))
+        found.append(max(end, found[-1] if found else 0))
     return found
 
 

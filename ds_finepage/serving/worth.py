@@ -65,8 +65,7 @@ def worth_of(
         budget: The limit on all device bytes.
         profile: The machine.
         clients: Those that share a pass. A single one takes turns with others.
-        **form: The form of the weights, as :func:`ds_finepage.whatif.capture_model` takes it: those
-            that are not packed have the dtype of the config.
+        **form: Of the weights, as :func:`ds_finepage.whatif.capture_model` takes it.
 
     Returns:
         Figures by name, those of sizes end with ``_bytes``; and what there is room for.

@@ -66,7 +66,7 @@ def test_a_stand_in_drafts_from_the_weights_that_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(price.Price, "length", lambda self: 6)  # whatever the times are
-    llama = make_model("llama", num_hidden_layers=4)
+    llama = make_model("llama", num_hidden_layers=5)
     expected, before = generate(llama), dict(llama.named_parameters())
     addresses = {name: weight.data_ptr() for name, weight in before.items()}
     plain = attach(llama, device_budget="70%weights", **SETTINGS)
@@ -82,7 +82,7 @@ def test_a_stand_in_drafts_from_the_weights_that_are_there(
     with DeviceMeter(torch.device("cpu")) as meter:
         assert torch.equal(generate(llama), expected)
     stats = handle.stats
-    assert stats.reloaded_bytes - start < plain_bytes / 2
+    assert stats.reloaded_bytes - start < plain_bytes * 0.4
     assert meter.peak_bytes + stats.draft_bytes <= stats.budget_bytes  # it was there before
     assert 0 < stats.num_accepted <= stats.num_drafted and stats.num_checks < 2 * NEW
     assert not stats.unplanned_reasons

@@ -20,6 +20,7 @@ from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind
+from ds_finepage.packing import native
 from ds_finepage.planning import policies
 from ds_finepage.planning.host_lane import can_multiply
 from ds_finepage.planning.problem import Problem
@@ -239,6 +240,19 @@ def test_a_policy_without_the_lane_says_so(caplog: pytest.LogCaptureFixture) -> 
     handle = attached(make_model("llama"), policy="horizon")
     assert "finepage.host_compute has no effect: policy horizon" in caplog.text
     assert not handle.profile.has_host
+    handle.detach()
+
+
+def test_packed_weights_need_a_compiler(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "why_not", lambda: "there is no C compiler")
+    handle = attached(make_model("llama"), weights="int4")
+    assert "slower than copies: there is no C compiler" in caplog.text
+    assert not handle.profile.has_host
+    handle.detach()
+    handle = attached(make_model("llama"))
+    assert handle.profile.has_host
     handle.detach()
 
 

@@ -14,7 +14,7 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import Costs
-from ds_finepage.planning.time_bound import alone_ns, end_times_ns
+from ds_finepage.planning.time_bound import end_times_ns
 
 Held = Mapping[int, int]
 """Activation -> the last task of the captured pass during which its bytes stay taken."""
@@ -37,7 +37,7 @@ def copies_to_host(graph: TaskGraph) -> bool:
 def _held(problem: Problem, profile: HardwareProfile) -> Held:
     """Hold what is copied to host memory until its copy is done."""
     graph = problem.graph
-    costs, ends_ns = Costs(profile), end_times_ns(alone_ns(graph, profile), profile)
+    costs, ends_ns = Costs(profile), end_times_ns(graph, profile)
     wanted: dict[int, int] = {}
     link_ns = 0  # when the link to host memory is free
     for task in graph.tasks:

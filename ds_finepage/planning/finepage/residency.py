@@ -21,7 +21,7 @@ from ds_finepage.planning.rewrite.split import (
     divisible_weights,
     quantum,
 )
-from ds_finepage.planning.time_bound import alone_ns, end_times_ns
+from ds_finepage.planning.time_bound import end_times_ns
 
 FIXED_SHARE = 0.001
 """Weights up to this share of the largest one that is no embedding table are always kept: norms,
@@ -297,7 +297,7 @@ class WeightClasses:
         """Return the time from the use of one streamable weight to that of the next."""
         graph, profile = self.problem.graph, self.problem.profile
         assert profile is not None
-        times = end_times_ns(alone_ns(graph, profile), profile)
+        times = end_times_ns(graph, profile)
         waiting, found = set(self.order), {}
         last = 0
         for task in graph.tasks:

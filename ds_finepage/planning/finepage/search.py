@@ -48,6 +48,7 @@ from ds_finepage.planning.rewrite.exact_slices import (
     slices_that_fit,
 )
 from ds_finepage.planning.rewrite.recompute import recompute
+from ds_finepage.planning.rewrite.split import divisible_weights
 
 
 def plan_finepage(problem: Problem) -> MemGraph:
@@ -79,7 +80,10 @@ def plan_finepage(problem: Problem) -> MemGraph:
         problem = _in_exact_slices(problem)
         problem.require_feasible()
         plans = BestPlans(problem)
-    if not plans.tried or (not plans.has_fastest and _looking_rows_up(problem).is_feasible):
+    # Where nothing can be cut, those plans are of whole weights already.
+    is_whole = has_ring and problem.profile is not None and not divisible_weights(problem.graph)
+    may_differ = not (plans.has_fastest or is_whole) and _looking_rows_up(problem).is_feasible
+    if not plans.tried or may_differ:
         _offer(plans, problem, partial(_plans_of_whole_weights, has_ring=has_ring))
     assert plans.best is not None, "keeping nothing is always possible"
     return plans.best

@@ -260,6 +260,7 @@ def packed_product(
     return draft
 
 
+@pytest.mark.usefixtures("unpacks")
 @pytest.mark.parametrize(("bits", "halves"), [(8, 0), (4, 64)])
 def test_a_product_with_a_packed_weight_takes_one_unpacked_slice(bits: int, halves: int) -> None:
     slice_bytes = SLICE_ROWS * (128 * 4 + halves)

@@ -56,6 +56,7 @@ def product(x: torch.Tensor, packed: Packed, form: PackedForm, **out: Any) -> to
     return found
 
 
+@pytest.mark.usefixtures("unpacks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_each_row_meets_the_matrix_of_its_expert(bits: int, dtype: torch.dtype) -> None:
@@ -71,6 +72,7 @@ def test_each_row_meets_the_matrix_of_its_expert(bits: int, dtype: torch.dtype) 
     assert product(x, packed, form, out=out) is out and torch.equal(out, found)
 
 
+@pytest.mark.usefixtures("unpacks")
 def test_only_experts_with_rows_are_unpacked_slice_by_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,6 +86,7 @@ def test_only_experts_with_rows_are_unpacked_slice_by_slice(
     assert [p.numbers.shape for p in seen] == [e.shape for e in expected]
 
 
+@pytest.mark.usefixtures("unpacks")
 def test_slices_are_products_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "SLICE_ROWS", 8)
     packed, x = matrices(FORM), torch.randn(5, 64)

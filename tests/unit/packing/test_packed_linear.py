@@ -18,6 +18,7 @@ def layer(form: PackedForm, *, num_out: int = 24, dtype: torch.dtype = torch.flo
     return packed_layer_of(linear, form)
 
 
+@pytest.mark.usefixtures("unpacks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_it_is_the_product_with_the_unpacked_weight(bits: int, dtype: torch.dtype) -> None:
@@ -29,6 +30,7 @@ def test_it_is_the_product_with_the_unpacked_weight(bits: int, dtype: torch.dtyp
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.usefixtures("unpacks")
 @pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_slices_are_products_of_their_own(
@@ -57,6 +59,7 @@ def test_it_writes_into_a_given_tensor() -> None:
     assert torch.equal(out, packed(x))
 
 
+@pytest.mark.usefixtures("unpacks")
 def test_only_a_slice_is_unpacked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(op, "SLICE_ROWS", 16)

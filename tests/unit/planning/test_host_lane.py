@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -26,11 +26,12 @@ from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.host_products import host_bytes, with_host_rows
 from ds_finepage.planning.rewrite.split import Divisible
-from ds_finepage.planning.simulator import predicted_ns
-from ds_finepage.planning.time_bound import least_time_beside_host_ns
+from ds_finepage.planning.simulator import Costs, predicted_ns
+from ds_finepage.planning.time_bound import end_times_ns, least_time_beside_host_ns, least_time_ns
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain, random_chain
 from tests.property.test_forecasts import machine as any_machine
+from tests.unit.planning.finepage.test_packed_weights import ROWS, WIDTH, layers
 from tests.unit.planning.finepage.test_search import machine
 
 UNIT = 64
@@ -73,6 +74,17 @@ def test_no_other_share_is_much_faster(link: float, host: float, split: bool) ->
     assert host < link or chosen_ns < 0.8 * others[0]
 
 
+def test_a_slow_device_leaves_more_to_the_host() -> None:
+    tasks = tuple(dataclasses.replace(task, time_ns=10**6) for task in GRAPH.tasks)
+    graph = dataclasses.replace(GRAPH, tasks=tasks)
+    profile = with_host(8e8, 4e9)
+    given = problem(profile, 10, graph=graph)
+    (found,) = with_host_lane(given)
+    chosen_ns, _ = predicted_ns(plan_finepage(given.of(found)), profile)
+    others = [time_with(_rows_of_each(WEIGHTS, n / 10), given) for n in range(11)]
+    assert chosen_ns <= 1.06 * min(others) < 0.8 * others[0]
+
+
 @pytest.mark.parametrize("percent", [20, 50, 80])
 @pytest.mark.parametrize("host", [1e9, 1e10])
 def test_no_plan_is_faster_than_the_bound(host: float, percent: int) -> None:
@@ -84,6 +96,31 @@ def test_no_plan_is_faster_than_the_bound(host: float, percent: int) -> None:
     total_ns, _ = predicted_ns(plan, profile)
     assert least_time_beside_host_ns(bound, profile) <= total_ns
     assert total_ns <= 1.15 * least_time_beside_host_ns(bound, profile)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1])
+@pytest.mark.parametrize("device_ns", [10**5, 10**6])
+@pytest.mark.parametrize("choose", [_rows_of_each, whole_ones])
+def test_the_device_works_while_the_host_multiplies(
+    choose: Callable[[Sequence[Divisible], float], dict[int, int]], device_ns: int, share: float
+) -> None:
+    tasks = tuple(dataclasses.replace(task, time_ns=device_ns) for task in GRAPH.tasks)
+    graph = dataclasses.replace(GRAPH, tasks=tasks)
+    graph = with_host_rows(graph, WEIGHTS, choose(WEIGHTS, share))
+    given = problem(profile := with_host(1e9, 2e9), 100, graph=graph)
+    bound_ns = least_time_ns(
+        lower_bound(graph, given.arena_bytes, UNIT, may_cut=True), profile, given.arena_bytes
+    )
+    total_ns, _ = predicted_ns(plan_finepage(given), profile)
+    assert bound_ns <= total_ns <= 1.05 * bound_ns  # each product waits for the one before
+
+
+def test_the_host_makes_one_product_after_another() -> None:
+    units = can_multiply(side_by_side := layers(24, with_bias=False))
+    graph = with_host_rows(side_by_side, units, {unit.buffer: unit.num_rows for unit in units})
+    profile = with_host(1e9, 2e9)
+    one_ns = Costs(profile).task_ns(graph, graph.tasks[0])
+    assert end_times_ns(graph, profile) == [one_ns * (n + 1) for n in range(24)]
 
 
 def test_what_the_link_must_copy_is_part_of_the_bound() -> None:
@@ -143,6 +180,22 @@ def test_many_rows_are_left_to_the_device() -> None:
         sum(map(host_bytes, with_host_lane(problem(profile, graph=g)))) for g in (GRAPH, prefill)
     )
     assert few > 10 * many
+
+
+def test_the_host_reads_packed_numbers_and_the_device_unpacks_them_into_memory() -> None:
+    packed = layers(24, with_bias=False)
+    tasks = (  # Draft counts neither
+        dataclasses.replace(task, flops=4 * WIDTH * ROWS, moved_bytes=17 * WIDTH * ROWS)
+        for task in packed.tasks
+    )
+    graph = dataclasses.replace(packed, tasks=tuple(tasks))
+    given = problem(profile := with_host(1e9, 4e9), graph=graph)
+    (found,) = with_host_lane(given)
+    total_ns, _ = predicted_ns(plan_finepage(given.of(found)), profile)
+    missing = lower_bound(graph, given.arena_bytes, UNIT, may_cut=True)
+    assert total_ns < 0.4 * missing.nbytes  # the link alone takes a nanosecond a byte
+    bound_ns = least_time_beside_host_ns(missing, profile)
+    assert bound_ns <= total_ns <= 1.3 * bound_ns
 
 
 def test_ranks_that_share_weights_have_no_lane_of_the_host() -> None:

@@ -97,6 +97,7 @@ def test_the_experts_that_have_rows_are_counted(num_tokens: int, used: int) -> N
     assert FLOP_COUNTS[PACKET](x, numbers, scales) == 2 * num_tokens * WIDTH * ROWS
 
 
+@pytest.mark.usefixtures("unpacks")
 def test_a_slice_of_one_matrix_is_the_workspace() -> None:
     graph = layer()
     known, halves = SLICE_ROWS * (WIDTH * 4 + WIDTH // 2), WIDTH // 2

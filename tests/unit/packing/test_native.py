@@ -1,0 +1,141 @@
+"""Products with a packed weight that a CPU unpacks in registers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_finepage.packing import native, op
+from ds_finepage.packing.form import Packed, PackedForm, unpack
+from tests.unit.packing.products import packed_weight, rows_of
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="needs a C compiler")
+
+NUM_OUT = 70
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """Let the products be compiled in a test, and again behind it."""
+    native._compiled.cache_clear()
+    yield
+    native._compiled.cache_clear()
+
+
+def product(rows: torch.Tensor, packed: Packed, form: PackedForm, bias: Any = None) -> torch.Tensor:
+    found = rows.new_full((len(rows), len(packed.numbers)), torch.nan)
+    native.product(rows, packed, bias, form, found)
+    return found
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+@pytest.mark.parametrize("group", [64, 40, 6])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_it_is_the_product_with_the_unpacked_weight(
+    bits: int, group: int, dtype: torch.dtype, num_rows: int
+) -> None:
+    form = PackedForm(bits, group)
+    packed = packed_weight(form, NUM_OUT, 6 * group, dtype=dtype)
+    rows, bias = rows_of(num_rows, 6 * group, dtype=dtype), rows_of(NUM_OUT, dtype=dtype)
+    wide = Packed(packed.numbers, packed.scales.double(), packed.minima.double())
+    weight = unpack(wide, form, torch.float64).t()
+    exact, limit = rows.double() @ weight, rows.double().abs() @ weight.abs()
+    found = product(rows, packed, form)
+    assert found.dtype is dtype
+    limit *= torch.finfo(dtype).eps
+    assert ((found - exact).abs() <= limit).all()
+    assert ((product(rows, packed, form, bias) - (exact + bias)).abs() <= 2 * limit).all()
+
+
+def test_a_result_is_the_same_in_any_cut_beside_any_rows_and_with_any_threads() -> None:
+    form = PackedForm(4)
+    packed, rows = packed_weight(form, NUM_OUT, 256), rows_of(5, 256)
+    expected = product(rows, packed, form)
+    before = torch.get_num_threads()
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(product(rows[1:2], packed, form), expected[1:2])
+        joint = torch.full_like(expected, torch.nan)
+        for begin, end in ((0, 64), (64, NUM_OUT)):
+            cut = Packed(*(part[begin:end] for part in packed))
+            native.product(rows, cut, None, form, joint[:, begin:end])
+        assert torch.equal(joint, expected)
+    torch.set_num_threads(before)
+
+
+def test_rows_that_are_not_dense_are_read_as_they_lie() -> None:
+    form = PackedForm(8)
+    packed, rows = packed_weight(form, NUM_OUT, 128), rows_of(128, 2).t()
+    assert not rows.is_contiguous()
+    assert torch.equal(product(rows, packed, form), product(rows.contiguous(), packed, form))
+
+
+def test_few_rows_are_multiplied_so_and_others_are_not() -> None:
+    packed, half = (
+        packed_weight(PackedForm(4), 8, 64, dtype=d) for d in (torch.float32, torch.half)
+    )
+    rows = rows_of(native.FEW_ROWS + 1, 64)
+    assert native.takes(rows[1:], packed) and not native.takes(rows, packed)
+    assert not native.takes(rows[:0], packed) and not native.takes(rows[1:].to("meta"), packed)
+    assert not native.takes(rows[1:].half(), half)
+
+
+def test_the_op_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = PackedForm(4)
+    packed, rows, bias = packed_weight(form, NUM_OUT, 128), rows_of(2, 128), rows_of(NUM_OUT)
+    expected = product(rows, packed, form, bias)
+    monkeypatch.setattr(op, "unpack", None)
+    assert torch.equal(op.packed_linear(rows, *packed, bias, 4, 64), expected)
+
+
+def test_a_child_process_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(native, "_compiled", lambda: lambda *args: given.append(args[-1]))
+    form, before = PackedForm(4), torch.get_num_threads()
+    torch.set_num_threads(2)
+    product(rows_of(1, 64), packed_weight(form, 8, 64), form)
+    monkeypatch.setattr(native, "_compiled_in", lambda: 0)
+    product(rows_of(1, 64), packed_weight(form, 8, 64), form)
+    torch.set_num_threads(before)
+    assert given == [2, 1]
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("", "there is no C compiler"),
+        ("false", "^false failed: "),
+        ("/no/cc", "^/no/cc: .*No such"),
+    ],
+)
+def test_without_a_compiler_the_op_unpacks_first(
+    compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = PackedForm(4)
+    packed, rows = packed_weight(form, NUM_OUT, 128), rows_of(2, 128)
+    expected = product(rows, packed, form)
+    native._compiled.cache_clear()
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(native.why_not())
+    assert not native.takes(rows, packed)
+    torch.testing.assert_close(op.packed_linear(rows, *packed, None, 4, 64), expected)
+
+
+@pytest.mark.usefixtures("anew")
+def test_a_library_that_cannot_be_loaded_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert "product.so" in str(native.why_not())
