@@ -28,8 +28,8 @@ from ds_finepage.packing.form import Packed, PackedForm
 SOURCE = Path(__file__).with_name("product.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""Those of scales that the kernel reads."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those of scales that the kernel reads, as it numbers them."""
 
 
 def takes(rows: torch.Tensor, packed: Packed) -> bool:
@@ -81,7 +81,7 @@ def product(
     run(
         *(tensor.data_ptr() for tensor in (*parts, wide, sums, found)),
         *(found.shape[1], len(wide), sums.shape[1], form.group),
-        *(form.bits, packed.scales.dtype == torch.float32, num_threads),
+        *(form.bits, DTYPES.index(packed.scales.dtype), num_threads),
     )
     results.copy_(found if bias is None else found.add_(bias))
 

@@ -31,19 +31,25 @@ static floats whole(ints numbers)
     return __builtin_convertvector(numbers, floats);
 }
 
-/* A scale or a minimum, in float32 or in bfloat16. */
-static inline float number_at(const void *from, long at, int is_wide)
+/* A finite scale or minimum, in float32, bfloat16 or float16. */
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+static inline float number_at(const void *from, long at, int dtype)
 {
     float found;
-    if (is_wide)
+    if (dtype == FLOAT32)
         return ((const float *)from)[at];
-    uint32_t bits = (uint32_t)((const uint16_t *)from)[at] << 16;
+    uint32_t narrow = ((const uint16_t *)from)[at];
+    uint32_t bits = dtype == BFLOAT16 ? narrow << 16 : (narrow & 0x7fff) << 13;
     memcpy(&found, &bits, sizeof found);
-    return found;
+    if (dtype == BFLOAT16)
+        return found;
+    found *= 0x1p112f; /* the exponents begin at -126 there, and at -14 here */
+    return narrow & 0x8000 ? -found : found;
 }
 
 static inline float result(const uint8_t *numbers, const void *scales, const void *minima,
-                           int is_wide, const float *rows, const float *sums, long groups,
+                           int dtype, const float *rows, const float *sums, long groups,
                            int bits, long group)
 {
     long run = group * bits / 8; /* bytes of a group */
@@ -68,32 +74,32 @@ static inline float result(const uint8_t *numbers, const void *scales, const voi
             else
                 tail += (numbers[at] & 15) * rows[at] + (numbers[at] >> 4) * rows[run + at];
         }
-        float scale = number_at(scales, g, is_wide);
+        float scale = number_at(scales, g, dtype);
         total += part * scale;
-        rest += tail * scale + number_at(minima, g, is_wide) * sums[g];
+        rest += tail * scale + number_at(minima, g, dtype) * sums[g];
     }
     for (int i = 0; i < LANES; i++)
         rest += total[i];
     return rest;
 }
 
-#define PRODUCTS(BITS, IS_WIDE)                                                                   \
+#define PRODUCT(BITS, DTYPE)                                                                      \
     result(numbers + r * groups * (group * BITS / 8), (const char *)scales + r * groups * size,   \
-           (const char *)minima + r * groups * size, IS_WIDE, rows + n * groups * group,          \
+           (const char *)minima + r * groups * size, DTYPE, rows + n * groups * group,            \
            sums + n * groups, groups, BITS, group)
 
 void products(const uint8_t *numbers, const void *scales, const void *minima, const float *rows,
               const float *sums, float *results, long num_out, long num_rows, long groups,
-              long group, int bits, int is_wide, int threads)
+              long group, int bits, int dtype, int threads)
 {
-    long size = is_wide ? 4 : 2;
+    long size = dtype == FLOAT32 ? 4 : 2;
 #pragma omp parallel for num_threads(threads)
     for (long r = 0; r < num_out; r++)
         for (long n = 0; n < num_rows; n++) {
             float *found = results + n * num_out + r;
-            if (bits == 8)
-                *found = is_wide ? PRODUCTS(8, 1) : PRODUCTS(8, 0);
+            if (dtype == BFLOAT16)
+                *found = bits == 8 ? PRODUCT(8, BFLOAT16) : PRODUCT(4, BFLOAT16);
             else
-                *found = is_wide ? PRODUCTS(4, 1) : PRODUCTS(4, 0);
+                *found = bits == 8 ? PRODUCT(8, dtype) : PRODUCT(4, dtype);
         }
 }

@@ -95,10 +95,12 @@ def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
 
     whole = max(0.0, share_of(others_ns + products_ns, host_ns - products_ns))
     ends_ns = missing_ns - whole * all_ns, sum(times) + whole * (host_ns - products_ns)
-    if problem.split and (cut := share_of(others_ns + begins_ns, more := host_ns - begins_ns)) > 0:
+    more_ns = host_ns - begins_ns
+    cut = share_of(others_ns + begins_ns, more_ns) if problem.split else 0
+    if cut > 0:
         if missing_ns > sum(times):
-            cut = max(cut, (products_ns - begins_ns) / (products_ns + more))
-        lanes_ns = begins_ns + cut * more, products_ns - cut * products_ns
+            cut = max(cut, (products_ns - begins_ns) / (products_ns + more_ns))
+        lanes_ns = begins_ns + cut * more_ns, products_ns - cut * products_ns
         if max(missing_ns - cut * all_ns, others_ns + max(lanes_ns)) < max(ends_ns):
             return _rows_of_each(units, cut)
     return {unit.buffer: unit.num_rows for (unit,) in _evenly([[u] for u in units], whole)}
