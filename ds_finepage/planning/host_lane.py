@@ -91,12 +91,14 @@ def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
 
     def share_of(fixed_ns: int, more_ns: int) -> float:
         """Return the share of the host: it adds as much of ``more_ns`` to ``fixed_ns``."""
+        if missing_ns <= fixed_ns:
+            return 0.0
         return min(1.0, (missing_ns - fixed_ns) / (all_ns + more_ns))
 
-    whole = max(0.0, share_of(others_ns + products_ns, host_ns - products_ns))
+    whole = share_of(others_ns + products_ns, host_ns - products_ns)
     ends_ns = missing_ns - whole * all_ns, sum(times) + whole * (host_ns - products_ns)
     more_ns = host_ns - begins_ns
-    cut = share_of(others_ns + begins_ns, more_ns) if problem.split else 0
+    cut = share_of(others_ns + begins_ns, more_ns) if problem.split else 0.0
     if cut > 0:
         if missing_ns > sum(times):
             cut = max(cut, (products_ns - begins_ns) / (products_ns + more_ns))

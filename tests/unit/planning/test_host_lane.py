@@ -171,6 +171,15 @@ def test_copies_that_hide_leave_the_host_nothing() -> None:
     assert list(with_host_lane(ample)) == []
 
 
+@pytest.mark.parametrize(("link", "share"), [(2e9, []), (5e8, [0.8])])
+def test_a_faster_host_takes_nothing_where_copies_hide(link: float, share: list[float]) -> None:
+    tasks = tuple(dataclasses.replace(task, time_ns=10**6) for task in GRAPH.tasks)
+    profile = with_host(link, 1e11)
+    given = problem(profile, 10, split=False, graph=dataclasses.replace(GRAPH, tasks=tasks))
+    found = [host_bytes(graph) / GRAPH.weight_bytes for graph in with_host_lane(given)]
+    assert found == pytest.approx(share, abs=0.05)
+
+
 def test_many_rows_are_left_to_the_device() -> None:
     prefill = gather_rows(matmul_chain([512] * 49, num_rows=512))
     tasks = tuple(dataclasses.replace(t, flops=2 * 512**3) for t in prefill.tasks)
