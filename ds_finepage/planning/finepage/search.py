@@ -80,8 +80,8 @@ def plan_finepage(problem: Problem) -> MemGraph:
         problem = _in_exact_slices(problem)
         problem.require_feasible()
         plans = BestPlans(problem)
-    # Where nothing can be cut, those plans are of whole weights already.
-    is_whole = has_ring and problem.profile is not None and not divisible_weights(problem.graph)
+    # Beside packed products of the host nothing is left to cut, so whole weights were tried.
+    is_whole = has_ring and problem.graph.host_tasks and not divisible_weights(problem.graph)
     may_differ = not (plans.has_fastest or is_whole) and _looking_rows_up(problem).is_feasible
     if not plans.tried or may_differ:
         _offer(plans, problem, partial(_plans_of_whole_weights, has_ring=has_ring))
