@@ -56,6 +56,7 @@ setup(
         "ds_finepage": ["py.typed"],
         "ds_finepage.capture": ["models/*.json"],
         "ds_finepage.cli": ["demo.json"],
+        "ds_finepage.execution": ["*.c"],
         "ds_finepage.graph": ["profiles/*.json"],
         "ds_finepage.packing": ["*.c"],
         "ds_finepage.reporting": ["templates/*.html"],

@@ -2,12 +2,12 @@
 
     python benchmarks/host_lane.py > table.md
 
-A decode step behind 1,024 tokens. The rate of the host is that of its products while the link
-copies. ``layers`` is what llama.cpp does with a part of the layers on the device (``-ngl``): as
-many of the last ones as fit, without copies, and the host computes the products of the others. In
-its favour, attention runs on the device in every layer. ``static`` is FlexGen's division of the
-weights. Both are planned and simulated here. A budget may be more than the card has: it is then
-that of a card of its speed with more memory.
+A decode step, behind 1,024 tokens unless ``--seq`` says another number. The rate of the host is
+that of its products while the link copies. ``layers`` is what llama.cpp does with a part of the
+layers on the device (``-ngl``): as many of the last ones as fit, without copies. The host computes
+the products of the others, and attention where the KV cache is in host memory. ``static`` is
+FlexGen's division of the weights. Both are planned and simulated here. A budget may be more than
+the card has: it is then that of a card of its speed with more memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.execution.device import Accelerator
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.graph.taskgraph import TaskGraph, block_of
+from ds_finepage.graph.taskgraph import TaskGraph, block_of, layer_of
 from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.host_lane import can_multiply
+from ds_finepage.planning.host_lane import can_attend, can_multiply
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.policies import unpacking_that_fits
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.host_attention import with_host_attention
 from ds_finepage.planning.rewrite.host_products import with_host_rows
 from ds_finepage.planning.simulator import predicted_ns
 from ds_finepage.units import NS_PER_S
@@ -44,13 +45,17 @@ def layers_ns(captured: CapturedModel, budget_bytes: int, profile: HardwareProfi
     form, needs = that_fits(forms, budget_bytes)
     graph = unpacking_that_fits(form.graph, policy="finepage", split=False)
     arena_bytes = budget_bytes - needs.non_arena_bytes
-    units = can_multiply(graph)
-    blocks = list(dict.fromkeys(block_of(graph.buffers[u.buffer].name) for u in units))
+    blocks = list(
+        dict.fromkeys(block_of(graph.buffers[u.buffer].name) for u in can_multiply(graph))
+    )
 
     def with_first(num: int) -> TaskGraph:
         first = set(blocks[:num])
+        attended = (u for u in can_attend(graph) if layer_of(graph.tasks[u.task].label) in first)
+        beside = with_host_attention(graph, attended)
+        units = can_multiply(beside)
         chosen = [u for u in units if block_of(graph.buffers[u.buffer].name) in first]
-        return with_host_rows(graph, units, {u.buffer: u.num_rows for u in chosen})
+        return with_host_rows(beside, units, {u.buffer: u.num_rows for u in chosen})
 
     def fits(num: int) -> bool:
         return needed_arena_bytes(with_first(num), Accelerator.alignment) <= arena_bytes
@@ -91,20 +96,26 @@ def main() -> None:
     parser.add_argument("--cards", default=CARDS)
     parser.add_argument("--weights", default="bf16,int4")
     parser.add_argument("--batch", default="1")
+    parser.add_argument("--seq", type=int, default=SEQ)
     parser.add_argument("--budgets", default="10,25,50", help="in percent of the weights")
     parser.add_argument("--hosts", default="50e9,200e9", help="bytes a second")
     given = parser.parse_args()
     for model in given.models.split(","):
         for weights in given.weights.split(","):
             for batch in map(int, given.batch.split(",")):
-                print(f"\n### {model}, {weights}, batch {batch}\n")
+                print(f"\n### {model}, {weights}, batch {batch}, {given.seq} tokens\n")
                 heads = ["card", "budget", "host GB/s", "static", "layers", "link alone", "ours"]
                 heads += ["gain", "of the bounds' ratio", "time / bound", "over layers"]
                 print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
                 for name in given.cards.split(","):
                     card = load_profile(name)
                     captured = capture_model(
-                        model, phase="decode", batch=batch, seq=SEQ, profile=card, weights=weights
+                        model,
+                        phase="decode",
+                        batch=batch,
+                        seq=given.seq,
+                        profile=card,
+                        weights=weights,
                     )
                     for percent in map(float, given.budgets.split(",")):
                         for host in map(float, given.hosts.split(",")):

@@ -22,6 +22,7 @@ import torch
 from ds_finepage.checker.checker import check
 from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
 from ds_finepage.errors import ConfigError
+from ds_finepage.execution import host_attention
 from ds_finepage.execution.device import (
     DeviceMemoryError,
     default_device,
@@ -386,9 +387,8 @@ def _why_no_host(
         return "several ranks share the model"
     if weights.files.sources:
         return "weights lie in files, because host_budget has no room for them"
-    if is_packed(module) and (why := native.why_not()) is not None:
-        return f"the host unpacks into its memory, which is slower than copies: {why}"
-    return None
+    why = host_attention.why_not() or (native.why_not() if is_packed(module) else None)
+    return None if why is None else f"its kernels are C, and this machine compiles none: {why}"
 
 
 def _run_settings(

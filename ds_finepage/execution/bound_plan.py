@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from ds_finepage.execution import host_attention as _defines_it  # noqa: F401
 from ds_finepage.execution.arena import POISON, Arena, HostPool, view_of
 from ds_finepage.execution.call_tensors import CallTensors, MovingViews
 from ds_finepage.execution.collectives import RankParts

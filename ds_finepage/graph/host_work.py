@@ -1,4 +1,4 @@
-"""Counts the work of a product that the host makes of a weight in its memory."""
+"""Counts the work of a task that the host computes with what lies in its memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from ds_finepage.graph.arguments import Ref
+from ds_finepage.graph.attention import ATTENTION_FLOPS, HOST_ATTENTION
 from ds_finepage.graph.packed import FEW_ROWS, PACKED_PRODUCTS
 from ds_finepage.graph.taskgraph import PACKED_ITEMSIZE, Task, TaskGraph, TensorView
 
@@ -15,11 +16,13 @@ flops/s on a core with AVX-512, whose plain products have about 100e9."""
 
 
 def host_work(graph: TaskGraph, task: Task) -> tuple[int, int]:
-    """Return the bytes that a product reads and writes on the host, and its arithmetic.
+    """Return the bytes that a task reads and writes on the host, and its arithmetic.
 
     With few rows of activations the host unpacks in registers, where the device unpacks into its
     memory; see ``packing/native.py``. Each row needs one of several matrices.
     """
+    if task.op == HOST_ATTENTION:
+        return task.moved_bytes, ATTENTION_FLOPS * task.flops
     if task.op not in PACKED_PRODUCTS:
         return task.moved_bytes, task.flops
     rows, *parts = (graph.tensors[a.tensor] for a in task.args[:4] if isinstance(a, Ref))

@@ -1,4 +1,4 @@
-"""Chooses the rows of weights that the host multiplies by.
+"""Chooses what the host computes: attention to rows of a KV cache, and products.
 
 A pass that misses ``m`` bytes of weights copies them over the link, at rate ``l``. The host can
 multiply by ``h`` of the ``w`` bytes of all weights instead, at rate ``r``, while the link copies
@@ -14,35 +14,94 @@ It also takes ``(m - h) / l``, the time of the copies. The longer of both is lea
 equal. Where ``h`` is not positive there, the copies hide behind the tasks, and the host has nothing
 to do. Beside cut products the device needs ``n + d (1 - h / w)``, so a slow one leaves more to the
 host. The host issues tasks as well, so none takes less time than that.
+
+Layers of attention are chosen by the rule for whole products. A pass may have both kinds. The one
+that is chosen first takes the most, and the other one what is still missing. Both orders are tried:
+a layer of attention saves more bytes by one task, but a product may take less time for a byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+from ds_finepage.graph.attention import Attention, attentions
 from ds_finepage.graph.host_work import host_work
 from ds_finepage.graph.memgraph import Lane
-from ds_finepage.graph.routes import Route, routes
-from ds_finepage.graph.taskgraph import TaskGraph
+from ds_finepage.graph.routes import GROUPED_PRODUCTS, Route, routes
+from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Ref, Task, TaskGraph
 from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.host_attention import host_task, with_host_attention
 from ds_finepage.planning.rewrite.host_products import with_host_rows
 from ds_finepage.planning.rewrite.split import Divisible, divisible_weights, quantum
 from ds_finepage.planning.simulator import Costs
 
+_Unit = TypeVar("_Unit", Divisible, Attention, "_Layer")
+
 
 def can_multiply(graph: TaskGraph) -> list[Divisible]:
-    """List the weights that the host can multiply by; none where ranks share the weights."""
-    return [] if graph.num_ranks > 1 else divisible_weights(graph)
+    """List the weights that the host can multiply by; none where ranks share the weights.
+
+    Matrices of experts that lie transposed (gpt-oss) are among them. They cannot be cut, and
+    experts are not.
+    """
+    if graph.num_ranks > 1:
+        return []
+    found = {unit.task: unit for unit in divisible_weights(graph)}
+    for task in graph.tasks:
+        whole = None if task.index in found else _transposed(graph, task)
+        if whole is not None:
+            found[task.index] = whole
+    return [found[task] for task in sorted(found)]
+
+
+def _transposed(graph: TaskGraph, task: Task) -> Divisible | None:
+    """Return the matrices of experts, (experts, in, out), by which a task multiplies."""
+    if task.op not in GROUPED_PRODUCTS or not isinstance(task.args[1], Ref):
+        return None
+    view = graph.tensors[task.args[1].tensor]
+    buffer, itemsize = graph.buffers[view.buffer], ITEMSIZE.get(view.dtype, 0)
+    num, depth, rows = view.shape
+    is_whole = view.offset == 0 and view.stride == (depth * rows, rows, 1)
+    if not is_whole or buffer.nbytes != num * depth * rows * itemsize:
+        return None
+    if buffer.kind is not BufferKind.WEIGHT or graph.uses[buffer.id] != (task.index,):
+        return None
+    return Divisible(buffer.id, rows, num * depth * itemsize, task.index, num)
+
+
+def can_attend(graph: TaskGraph) -> list[Attention]:
+    """List the attention that the host can compute; none where ranks share the weights."""
+    return [] if graph.num_ranks > 1 else attentions(graph)
 
 
 def with_host_lane(problem: Problem) -> Iterator[TaskGraph]:
-    """Let the host compute products, as many as may make the pass fast; yield each way to do so.
+    """Let the host compute as much as may make the pass fast; yield each way to do so.
 
     Args:
         problem: The pass, its arena, and a profile that knows the host.
     """
+    for first, second in ((_with_products, _with_attention), (_with_attention, _with_products)):
+        for graph in first(problem):
+            yield from list(second(problem.of(graph))) or [graph]
+
+
+def _with_attention(problem: Problem) -> Iterator[TaskGraph]:
+    """Let the host attend in as many layers as may make the pass fast, if that are any."""
+    units = can_attend(problem.graph)
+    if not units:
+        return
+    lanes = _lanes(problem, units, [host_task(problem.graph, unit) for unit in units])
+    chosen = _evenly(units, lanes.whole_share)
+    if chosen:
+        yield with_host_attention(problem.graph, chosen)
+
+
+def _with_products(problem: Problem) -> Iterator[TaskGraph]:
+    """Let the host compute products, as many as may make the pass fast; yield each way to do so."""
     graph, known = problem.graph, routes(problem.graph)
     units = can_multiply(graph)
     routed = [unit for unit in units if unit.buffer in known]
@@ -69,43 +128,101 @@ def _missing_experts(
         layers.setdefault(known[unit.buffer].source, []).append(unit)
     if missing <= 0:
         return
-    chosen = _evenly(list(layers.values()), missing / sum(unit.nbytes for unit in units))
+    groups = [_Layer(tuple(layer)) for layer in layers.values()]
+    chosen = _evenly(groups, missing / sum(unit.nbytes for unit in units))
     for end in (None, -1):
-        yield {unit.buffer: unit.num_rows for layer in chosen for unit in layer[:end]}
+        yield {unit.buffer: unit.num_rows for layer in chosen for unit in layer.units[:end]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The weights of a layer's experts."""
+
+    units: tuple[Divisible, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(unit.nbytes for unit in self.units)
 
 
 def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
     """Choose as many rows as let the host and the link end together."""
+    lanes = _lanes(problem, units, [problem.graph.tasks[unit.task] for unit in units])
+    missing_ns, all_ns, products_ns = lanes.missing_ns, lanes.all_ns, lanes.device_ns
+    whole, more_ns = lanes.whole_share, lanes.host_ns - lanes.begins_ns
+    tasks_ns = lanes.others_ns + products_ns
+    ends_ns = missing_ns - whole * all_ns, tasks_ns + whole * (lanes.host_ns - products_ns)
+    cut = lanes.share(lanes.others_ns + lanes.begins_ns, more_ns) if problem.split else 0.0
+    if cut > 0:
+        if missing_ns > tasks_ns:
+            cut = max(cut, (products_ns - lanes.begins_ns) / (products_ns + more_ns))
+        lanes_ns = lanes.begins_ns + cut * more_ns, products_ns - cut * products_ns
+        if max(missing_ns - cut * all_ns, lanes.others_ns + max(lanes_ns)) < max(ends_ns):
+            return _rows_of_each(units, cut)
+    return {unit.buffer: unit.num_rows for unit in _evenly(units, whole)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """The time that each lane takes, in nanoseconds.
+
+    Attributes:
+        missing_ns: The copies of all that the pass misses.
+        all_ns: Those of all that the host may compute with.
+        others_ns: The tasks on the device that the host cannot compute.
+        device_ns: The tasks that it can, on the device.
+        host_ns: All of them on the host.
+        begins_ns: Their beginnings there.
+    """
+
+    missing_ns: int
+    all_ns: int
+    others_ns: int
+    device_ns: int
+    host_ns: int
+    begins_ns: int
+
+    def share(self, fixed_ns: int, more_ns: int) -> float:
+        """Return the share of the host: it adds as much of ``more_ns`` to ``fixed_ns``."""
+        if self.missing_ns <= fixed_ns:
+            return 0.0
+        return min(1.0, (self.missing_ns - fixed_ns) / (self.all_ns + more_ns))
+
+    @property
+    def whole_share(self) -> float:
+        """The share of the host where each task is computed in one place."""
+        return self.share(self.others_ns + self.device_ns, self.host_ns - self.device_ns)
+
+
+def _lanes(
+    problem: Problem, units: Sequence[Divisible | Attention], on_host: Sequence[Task]
+) -> _Lanes:
+    """Return what the lanes take.
+
+    Args:
+        problem: The pass, its arena and its profile.
+        units: What the host may compute with.
+        on_host: Their tasks, as the host computes them.
+    """
     graph, profile = problem.graph, problem.profile
     assert profile is not None
-    costs, products = Costs(profile), [graph.tasks[unit.task] for unit in units]
+    costs, link = Costs(profile), Costs(profile).links[Lane.H2D]
     times = [max(costs.task_ns(graph, task), profile.host_op_ns) for task in graph.tasks]
-    products_ns = sum(times[task.index] for task in products)
-    others_ns = sum(times) - products_ns
-    hosts = [costs.host_product_ns(*host_work(graph, task)) for task in products]
-    host_ns = sum(hosts) + len(units) * profile.host_op_ns
-    begins_ns = len(units) * (costs.host_product_ns(0, 0) + profile.host_op_ns)
+    device_ns = sum(times[unit.task] for unit in units)
     missing = lower_bound(graph, problem.arena_bytes, problem.alignment, may_cut=problem.split)
-    link = costs.links[Lane.H2D]
-    missing_ns, all_ns = link.ns(missing.nbytes), link.ns(sum(unit.nbytes for unit in units))
-
-    def share_of(fixed_ns: int, more_ns: int) -> float:
-        """Return the share of the host: it adds as much of ``more_ns`` to ``fixed_ns``."""
-        if missing_ns <= fixed_ns:
-            return 0.0
-        return min(1.0, (missing_ns - fixed_ns) / (all_ns + more_ns))
-
-    whole = share_of(others_ns + products_ns, host_ns - products_ns)
-    ends_ns = missing_ns - whole * all_ns, sum(times) + whole * (host_ns - products_ns)
-    more_ns = host_ns - begins_ns
-    cut = share_of(others_ns + begins_ns, more_ns) if problem.split else 0.0
-    if cut > 0:
-        if missing_ns > sum(times):
-            cut = max(cut, (products_ns - begins_ns) / (products_ns + more_ns))
-        lanes_ns = begins_ns + cut * more_ns, products_ns - cut * products_ns
-        if max(missing_ns - cut * all_ns, others_ns + max(lanes_ns)) < max(ends_ns):
-            return _rows_of_each(units, cut)
-    return {unit.buffer: unit.num_rows for (unit,) in _evenly([[u] for u in units], whole)}
+    # Rows come in layer by layer, so a ring of two layers has the room in which two would be kept.
+    layers = [unit.nbytes for unit in can_attend(graph)] if missing.nbytes else []
+    missing_bytes = missing.nbytes + 2 * max(layers, default=0)
+    issue_ns = len(units) * profile.host_op_ns
+    hosts = [costs.host_product_ns(*host_work(graph, task)) for task in on_host]
+    return _Lanes(
+        missing_ns=link.ns(missing_bytes),
+        all_ns=link.ns(sum(unit.nbytes for unit in units)),
+        others_ns=sum(times) - device_ns,
+        device_ns=device_ns,
+        host_ns=sum(hosts) + issue_ns,
+        begins_ns=len(units) * costs.host_product_ns(0, 0) + issue_ns,
+    )
 
 
 def _rows_of_each(units: Sequence[Divisible], share: float) -> dict[int, int]:
@@ -122,13 +239,12 @@ def _rows_of_each(units: Sequence[Divisible], share: float) -> dict[int, int]:
     return found
 
 
-def _evenly(weights: Sequence[list[Divisible]], share: float) -> list[list[Divisible]]:
-    """Choose weights, or groups of them, evenly over the pass."""
-    found, due_bytes = list[list[Divisible]](), 0.0
-    for group in weights:
-        nbytes = sum(unit.nbytes for unit in group)
-        due_bytes += share * nbytes
-        if due_bytes >= nbytes / 2:
-            found.append(group)
-            due_bytes -= nbytes
+def _evenly(units: Sequence[_Unit], share: float) -> list[_Unit]:
+    """Choose some of what the host may compute with, evenly over the pass."""
+    found, due_bytes = list[_Unit](), 0.0
+    for unit in units:
+        due_bytes += share * unit.nbytes
+        if due_bytes >= unit.nbytes / 2:
+            found.append(unit)
+            due_bytes -= unit.nbytes
     return found

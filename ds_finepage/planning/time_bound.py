@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from ds_finepage.graph.attention import attentions
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.host_work import host_work
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.routes import routes
-from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.planning.bounds import LowerBound
+from ds_finepage.planning.rewrite.host_attention import host_task
 from ds_finepage.planning.rewrite.split import MATMULS
 from ds_finepage.planning.simulator import Costs
 from ds_finepage.units import NS_PER_S
@@ -42,47 +45,90 @@ def least_time_ns(bound: LowerBound, profile: HardwareProfile, arena_bytes: int)
 
 
 def least_time_beside_host_ns(bound: LowerBound, profile: HardwareProfile) -> int:
-    """Return a time that no steady pass beats in which the host may compute products.
+    """Return a time that no steady pass beats in which the host may compute.
 
-    The host issues the tasks that are no products, in ``n`` seconds, and computes nothing
-    meanwhile. In the rest of ``t`` seconds it multiplies at rate ``r``, while the link copies all
-    the time, at rate ``l``. They read the missing ``m`` bytes of weights between them, so
-    ``l t + r (t - n) >= m``. The bytes that no product reads are copied.
+    Two kinds of tasks may run on the host: products, and attention. It issues the others in ``n``
+    seconds, and computes nothing meanwhile. In the rest of ``t`` seconds it reads ``h`` of the
+    ``b`` bytes of each kind, at its rate ``k``, while the link copies at rate ``l`` all the time.
+    They move the missing ``m`` bytes between them. For any rate ``r``, each ``h`` is at most
+    ``r h / k`` and, where ``k`` is more than ``r``, ``b (1 - r / k)``. The sum of ``h / k`` is at
+    most ``t - n``. So ``l t + r (t - n)``, with what the faster kinds add, is ``m`` or more.
 
-    The device runs the tasks that are no products in ``o`` seconds, and it would take ``d`` for all
-    products where the host takes ``q``. If it makes a share ``x`` of them, it is busy for
-    ``o + x d`` seconds, and the host for ``n + (1 - x) q``. No share makes the longer less than the
-    one at which both are equal.
+    The device runs the other tasks in ``o`` seconds, and it would take ``d`` for all of one kind
+    where the host takes ``q``. If it makes a share ``x`` of them, it is busy for ``o + x d``
+    seconds, and the host for ``n + (1 - x) q``. Any mean of both, with weights ``a`` and ``1 - a``,
+    is no longer than the longer. So no shares make that less than ``a o + (1 - a) n``, and the
+    lesser of ``a d`` and ``(1 - a) q`` for each kind.
 
     Args:
         bound: The fewest bytes that a pass without the host reloads.
         profile: The machine, which knows its host.
     """
     graph, tasks_ns = bound.graph, alone_ns(bound.graph, profile)
+    attended = attentions(graph)
     products = [task for task in graph.tasks if task.op in MATMULS]
-    reads, known = {b for task in products for b in task.reads}, routes(graph)
+    on_host = (
+        {task.index: task for task in products},
+        {unit.task: host_task(graph, unit) for unit in attended},
+    )
+    kinds = [_kind(graph, profile, tasks_ns, tasks) for tasks in on_host if tasks]
+    copied = {task for unit in attended for task in unit.copied}
+    others = set(range(len(graph.tasks))) - copied - {t for kind in kinds for t in kind.tasks}
+    others_ns, issue_ns = sum(tasks_ns[task] for task in others), len(others) * profile.host_op_ns
+    halves = [k.host_ns / (k.device_ns + k.host_ns) for k in kinds]
+    means = (
+        a * others_ns
+        + (1 - a) * issue_ns
+        + sum(min(a * k.device_ns, (1 - a) * k.host_ns) for k in kinds)
+        for a in (0, 1, *halves)
+    )
+    link_rate = profile.h2d_bytes_per_s / NS_PER_S
+    copies = (
+        (bound.nbytes + r * issue_ns - sum(k.nbytes * max(0, 1 - r / k.rate) for k in kinds))
+        / (link_rate + r)
+        for r in (0, *(k.rate for k in kinds))
+    )
+    return int(max(*means, *copies))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Tasks of one kind: what they may read in host memory, and what they take here and there."""
+
+    tasks: frozenset[int]
+    nbytes: int
+    device_ns: int
+    host_ns: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a nanosecond that the host reads."""
+        return self.nbytes / self.host_ns
+
+
+def _kind(
+    graph: TaskGraph, profile: HardwareProfile, tasks_ns: list[int], on_host: Mapping[int, Task]
+) -> _Kind:
+    """Return what tasks take.
+
+    Args:
+        graph: The pass.
+        profile: The machine.
+        tasks_ns: The time of each task on the device.
+        on_host: Tasks by index, as the host computes them.
+    """
+    reads, known = {b for task in on_host.values() for b in task.reads}, routes(graph)
     used_bytes = sum(
         known[b.id].most_bytes(b.nbytes) if b.id in known else b.nbytes
         for b in graph.buffers
         if b.kind is BufferKind.WEIGHT and b.id in reads
     )
-    device_ns = sum(tasks_ns[task.index] for task in products)
     host_s = sum(
         max(nbytes / profile.host_bytes_per_s, flops / profile.host_flops_per_s)
-        for nbytes, flops in (host_work(graph, task) for task in products)
+        for nbytes, flops in (host_work(graph, task) for task in on_host.values())
     )
-    others_ns, host_ns = sum(tasks_ns) - device_ns, host_s * NS_PER_S
-    issue_ns = (len(graph.tasks) - len(products)) * profile.host_op_ns
-    equal = (issue_ns + host_ns - others_ns) / max(1, device_ns + host_ns)
-    link_rate, host_rate = profile.h2d_bytes_per_s / NS_PER_S, used_bytes / max(1, host_ns)
-    return int(
-        max(
-            others_ns + min(1, max(0, equal)) * device_ns,
-            issue_ns,
-            (bound.nbytes + host_rate * issue_ns) / (link_rate + host_rate),
-            (bound.nbytes - used_bytes) / link_rate,
-        )
-    )
+    device_ns = sum(tasks_ns[task] for task in on_host)
+    return _Kind(frozenset(on_host), used_bytes, device_ns, host_s * NS_PER_S)
 
 
 def alone_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:

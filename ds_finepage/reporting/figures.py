@@ -33,7 +33,7 @@ class PlanFigures:
     on the same tokens. ``sent_bytes`` is what a rank sends to the next one in the collectives of a
     pass. ``file_bytes`` are those of the reloaded bytes that are read from files, because host
     memory has no room for them, and ``least_file_bytes`` the least possible. ``host_ns`` is the
-    time in which the host computes products, with ``host_read_bytes`` of weights in its memory.
+    time in which the host computes, with ``host_read_bytes`` of weights and rows in its memory.
     Then ``lower_bound_alone_ns`` is the bound of plans in which it computes nothing.
     """
 
@@ -193,13 +193,13 @@ _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
     ),
     ("  least possible, one batch at a time", lambda f: format_ns(f.lower_bound_ns)),
     (
-        "  without products of the host",
+        "  without the host",
         lambda f: format_ns(f.lower_bound_alone_ns) if f.lower_bound_alone_ns else None,
     ),
     ("  compute", lambda f: format_ns(f.compute_ns)),
-    ("  products of the host", lambda f: format_ns(f.host_ns) if f.host_ns else None),
+    ("  computed by the host", lambda f: format_ns(f.host_ns) if f.host_ns else None),
     (
-        "  weights that it reads",
+        "  read there",
         lambda f: format_bytes(f.host_read_bytes) if f.host_ns else None,
     ),
     ("  transfer, busier lane", lambda f: format_ns(f.transfer_ns)),

@@ -15,20 +15,31 @@ from transformers import AutoModelForCausalLM
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import ConfigError
-from ds_finepage.execution import disk, file_weights
+from ds_finepage.execution import disk, file_weights, host_attention
 from ds_finepage.execution.meter import DeviceMeter
+from ds_finepage.graph.attention import HOST_ATTENTION, Attention
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.packing import native
 from ds_finepage.planning import policies
-from ds_finepage.planning.host_lane import can_multiply
+from ds_finepage.planning.host_lane import can_attend, can_multiply
 from ds_finepage.planning.problem import Problem
+from ds_finepage.planning.rewrite.host_attention import with_host_attention
 from ds_finepage.planning.rewrite.host_products import with_host_rows
 from ds_finepage.planning.rewrite.split import Divisible
 from ds_finepage.runtime.handle import Handle
 from ds_finepage.runtime.ranks import Ranks
-from tests.integration.families import SLOW_LINK, logits, make_model, token_ids, tokens
+from tests.integration.families import (
+    SLOW_LINK,
+    WIDE_CACHE,
+    greedy,
+    left_padded,
+    logits,
+    make_model,
+    token_ids,
+    tokens,
+)
 from tests.integration.test_experts import EXPERTS
 
 CPU = torch.device("cpu")
@@ -186,6 +197,117 @@ def test_delays_on_every_lane_change_nothing(forced: Any) -> None:
     handle.detach()
 
 
+def each(attended: Sequence[Attention]) -> Sequence[Attention]:
+    return attended
+
+
+def every_second(attended: Sequence[Attention]) -> Sequence[Attention]:
+    return attended[::2]
+
+
+@pytest.fixture
+def attends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Let the host attend in the layers that a test chooses, however long that takes."""
+
+    def force(choose: Any) -> None:
+        def plan(
+            problem: Problem, profile: HardwareProfile, policy: policies.Policy, best: MemGraph
+        ) -> MemGraph:
+            graph = with_host_attention(problem.graph, choose(can_attend(problem.graph)))
+            return policy.plan(problem.of(graph))
+
+        monkeypatch.setattr(policies, "_with_host_lane", plan)
+
+    torch._dynamo.reset()
+    return force
+
+
+def num_attended(handle: Handle) -> int:
+    tasks = (task for memgraph, _ in handle.plans() for task in memgraph.graph.tasks)
+    return sum(task.op == HOST_ATTENTION for task in tasks)
+
+
+def steps(model: Any, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of two prompts, and their logits."""
+    found = model.generate(
+        **inputs, max_new_tokens=NUM_TOKENS, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    return found.sequences, torch.stack(found.logits)
+
+
+@pytest.mark.parametrize("pad", [0, 5])
+@pytest.mark.parametrize("choose", [each, every_second])
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3", "phi"])
+def test_attention_of_the_host_has_no_larger_error(
+    family: str, choose: Any, pad: int, attends: Any
+) -> None:
+    given = left_padded(30, pad)
+    expected, plain = steps(model := make_model(family), **given)
+    _, true = steps(make_model(family).double(), **given)
+    attends(choose)
+    handle = attached(model, "80%weights", kv_cache="host")
+    with DeviceMeter(CPU) as meter:
+        found, near = steps(model, **given)
+    assert torch.equal(found, expected)
+    assert (near - true).abs().max() <= 2 * (plain - true).abs().max()
+    assert num_attended(handle) > 0 and meter.peak_bytes <= handle.stats.budget_bytes
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    handle.detach()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("choose", [each, every_second])
+def test_attention_of_the_host_gives_equal_tokens_in_bfloat16(
+    choose: Any, family: str, attends: Any
+) -> None:
+    given = left_padded(30, 5)
+    expected, _ = steps(model := make_model(family, dtype=torch.bfloat16), **given)
+    attends(choose)
+    handle = attached(model, "80%weights", kv_cache="host")
+    assert torch.equal(steps(model, **given)[0], expected) and num_attended(handle) > 0
+    handle.detach()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"cache_implementation": "static"}],
+    ids=str,
+)
+def test_beams_drafts_and_static_caches_give_equal_tokens(
+    settings: dict[str, Any], attends: Any
+) -> None:
+    model = make_model("llama")
+    expected = greedy(model, **settings)
+    attends(each)
+    handle = attached(model, "80%weights", kv_cache="host")
+    assert torch.equal(greedy(model, **settings), expected)
+    assert (num_attended(handle) > 0) is ("cache_implementation" not in settings)
+    handle.detach()
+
+
+def test_delays_on_every_lane_change_no_attention(attends: Any) -> None:
+    model, ids = make_model("llama"), token_ids(9)
+    attends(every_second)
+    handle = attached(model, "80%weights", kv_cache="host")
+    expected = tokens(model, ids, 4, cache=None)
+    for seed in range(50):
+        debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed, max_lane_delay_us=300)
+        handle.replan(debug=debug)
+        assert torch.equal(tokens(model, ids, 4, cache=None), expected)
+    assert num_attended(handle) > 0
+    handle.detach()
+
+
+def test_the_planner_lets_the_host_attend_where_that_is_faster() -> None:
+    model, ids = make_model("llama", **WIDE_CACHE), token_ids(60, batch=4)
+    expected = tokens(model, ids, NUM_TOKENS, cache=None)
+    handle = attached(model, "2MiB", kv_cache="host")
+    assert torch.equal(tokens(model, ids, NUM_TOKENS, cache=None), expected)
+    assert num_attended(handle) > 0
+    handle.detach()
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_the_planner_lets_the_host_compute_where_that_is_faster(split: bool) -> None:
     model, ids = make_model("llama", dtype=torch.bfloat16), token_ids(9)
@@ -248,11 +370,21 @@ def test_packed_weights_need_a_compiler(
 ) -> None:
     monkeypatch.setattr(native, "why_not", lambda: "there is no C compiler")
     handle = attached(make_model("llama"), weights="int4")
-    assert "slower than copies: there is no C compiler" in caplog.text
+    assert "this machine compiles none: there is no C compiler" in caplog.text
     assert not handle.profile.has_host
     handle.detach()
     handle = attached(make_model("llama"))
     assert handle.profile.has_host
+    handle.detach()
+
+
+def test_attention_needs_a_compiler(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_attention, "why_not", lambda: "there is no C compiler")
+    handle = attached(make_model("llama"))
+    assert "this machine compiles none: there is no C compiler" in caplog.text
+    assert not handle.profile.has_host
     handle.detach()
 
 

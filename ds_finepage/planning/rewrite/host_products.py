@@ -10,13 +10,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from ds_finepage.graph.routes import routes
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.rewrite.split import Divisible, cut_weights
 
 
 def host_bytes(graph: TaskGraph) -> int:
-    """Return the bytes of weights that the host reads in a pass."""
-    return sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.MASTER)
+    """Return the bytes of weights and rows that the host reads in a pass; of experts, the most."""
+    masters = [b for b in graph.buffers if b.kind is BufferKind.MASTER]
+    if not masters:
+        return 0
+    weights = (
+        dataclasses.replace(b, kind=BufferKind.WEIGHT) if b.kind is BufferKind.MASTER else b
+        for b in graph.buffers
+    )
+    known = routes(dataclasses.replace(graph, buffers=tuple(weights)))
+    return sum(known[b.id].most_bytes(b.nbytes) if b.id in known else b.nbytes for b in masters)
 
 
 def with_host_rows(

@@ -66,7 +66,7 @@ def test_the_host_computes_where_that_is_faster(
     copied_or_read = beside["reloaded_bytes"] + beside["host_read_bytes"]
     assert copied_or_read > 0.99 * alone["lower_bound_bytes"]
     said = cli(*given, "--host", "server").words
-    assert "products of the host" in said and "slow.json+server" in said
+    assert "computed by the host" in said and "slow.json+server" in said
     # It has no room for all weights, and files are not read in place.
     small = cli.json(*given, "--host", "server", "--host-memory", alone["host_bytes"] - 1)
     assert small["host_ns"] == 0 and small["lower_bound_alone_ns"] is None

@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ds_finepage.errors import PlanInfeasibleError
+from ds_finepage.graph.attention import ATTENTION_FLOPS, HOST_ATTENTION
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.routes import routes
+from ds_finepage.graph.taskgraph import BufferKind, Task, TaskGraph
 from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.host_lane import (
     _evenly,
     _rows_of_each,
+    can_attend,
     can_multiply,
     with_host_lane,
 )
@@ -24,13 +27,15 @@ from ds_finepage.planning.pipeline import PlanSettings, plan_checked
 from ds_finepage.planning.policies import plan_steady
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
+from ds_finepage.planning.rewrite.host_attention import with_host_attention
 from ds_finepage.planning.rewrite.host_products import host_bytes, with_host_rows
-from ds_finepage.planning.rewrite.split import Divisible
+from ds_finepage.planning.rewrite.split import Divisible, divisible_weights
 from ds_finepage.planning.simulator import Costs, predicted_ns
 from ds_finepage.planning.time_bound import end_times_ns, least_time_beside_host_ns, least_time_ns
 from tests.property.experts import layers_of_experts
 from tests.property.matmul_chains import matmul_chain, random_chain
 from tests.property.test_forecasts import machine as any_machine
+from tests.unit.graph.attended import Layers, attended
 from tests.unit.planning.finepage.test_packed_weights import ROWS, WIDTH, layers
 from tests.unit.planning.finepage.test_search import machine
 
@@ -52,7 +57,7 @@ def problem(
 
 
 def whole_ones(units: Sequence[Divisible], share: float) -> dict[int, int]:
-    return {unit.buffer: unit.num_rows for (unit,) in _evenly([[u] for u in units], share)}
+    return {unit.buffer: unit.num_rows for unit in _evenly(units, share)}
 
 
 def time_with(shares: dict[int, int], given: Problem) -> int:
@@ -96,6 +101,120 @@ def test_no_plan_is_faster_than_the_bound(host: float, percent: int) -> None:
     total_ns, _ = predicted_ns(plan, profile)
     assert least_time_beside_host_ns(bound, profile) <= total_ns
     assert total_ns <= 1.15 * least_time_beside_host_ns(bound, profile)
+
+
+def steps(num_layers: int = 24, *, num_live: int = 1000) -> TaskGraph:
+    layers = Layers(num_live)
+    for _ in range(num_layers):
+        layers.attend()
+        layers.multiply()
+    return layers.graph()
+
+
+STEPS = steps()
+
+
+def attended_ns(given: Problem, num_layers: float) -> int:
+    assert given.profile is not None
+    units = can_attend(given.graph)
+    graph = with_host_attention(given.graph, _evenly(units, num_layers / len(units)))
+    return predicted_ns(plan_finepage(given.of(graph)), given.profile)[0]
+
+
+@pytest.mark.parametrize("percent", [15, 40, 70])
+@pytest.mark.parametrize(("link", "host"), [(1e8, 1e8), (1e8, 4e8), (4e8, 1e8)])
+def test_no_other_number_of_layers_is_much_faster(link: float, host: float, percent: int) -> None:
+    given = problem(profile := with_host(link, host), percent, graph=STEPS)
+    plan = plan_steady(STEPS, arena_bytes=given.arena_bytes, policy="finepage", profile=profile,
+                       alignment=UNIT, split=True)  # fmt: skip
+    chosen_ns, _ = predicted_ns(plan, profile)
+    others = [attended_ns(given, num) for num in range(25)]
+    assert chosen_ns <= 1.2 * min(others)
+    assert host < link or chosen_ns < 0.7 * others[0]
+    bound = lower_bound(STEPS, given.arena_bytes, UNIT, may_cut=True)
+    assert least_time_beside_host_ns(bound, profile) <= chosen_ns
+
+
+def test_the_host_attends_and_multiplies() -> None:
+    profile = with_host(1e6, 1e8)
+    ways = list(with_host_lane(problem(profile, 10, graph=steps(8, num_live=30))))
+    ops = [{graph.tasks[t].op for t in graph.host_tasks} for graph in ways]
+    assert ops == [{"aten.mm.default", HOST_ATTENTION}] * 2
+    (alone,) = with_host_lane(problem(profile, 10, graph=attended(8)))
+    assert len(alone.host_tasks) == 8
+
+
+def test_it_attends_to_nothing_where_all_rows_fit() -> None:
+    assert list(with_host_lane(problem(with_host(1e9, 1e9), 200, graph=STEPS))) == []
+
+
+def test_ranks_attend_on_their_devices() -> None:
+    assert can_attend(STEPS) and not can_attend(dataclasses.replace(STEPS, num_ranks=2))
+
+
+@pytest.mark.parametrize("attend_rate", [2e8, 5e7])
+def test_the_faster_kind_of_work_comes_first_in_the_bound(attend_rate: float) -> None:
+    units = can_attend(STEPS)
+    tasks = list(STEPS.tasks)
+    nbytes = sum(unit.nbytes for unit in units)
+    for unit in units:
+        flops = int(1e12 / ATTENTION_FLOPS * unit.nbytes / attend_rate)
+        tasks[unit.task] = dataclasses.replace(tasks[unit.task], flops=flops)
+    graph = dataclasses.replace(STEPS, tasks=tuple(tasks))
+    bound = lower_bound(graph, 0, UNIT, may_cut=True)
+    profile = with_host(1e6, 1e9, host_flops_per_s=1e12)
+    # The link copies next to nothing, so the host reads all, each kind at its own rate.
+    found = least_time_beside_host_ns(bound, profile)
+    assert found == pytest.approx(1e9 * nbytes / attend_rate, rel=0.1)
+
+
+def experts(*, transposed: bool) -> TaskGraph:
+    graph = layers_of_experts(num_layers=2)
+    if not transposed:
+        return graph
+    tensors = list(graph.tensors)
+    for unit in can_multiply(graph):
+        (place,) = (a.tensor for a in graph.tasks[unit.task].args[1:2])
+        num, depth, rows = tensors[place].shape
+        tensors[place] = dataclasses.replace(tensors[place], stride=(depth * rows, rows, 1))
+    return dataclasses.replace(graph, tensors=tuple(tensors))
+
+
+def test_the_host_multiplies_by_transposed_experts_as_a_whole() -> None:
+    plain, graph = experts(transposed=False), experts(transposed=True)
+    assert can_multiply(plain) and not divisible_weights(graph)
+    assert [(u.buffer, u.nbytes) for u in can_multiply(graph)] == [
+        (u.buffer, u.nbytes) for u in can_multiply(plain)
+    ]
+    given = problem(with_host(1e9, 4e9), 40, graph=graph)
+    found = list(with_host_lane(given))
+    assert found and all(each.host_tasks for each in found)
+
+
+def test_transposed_experts_fill_their_buffer_and_have_one_use() -> None:
+    graph = experts(transposed=True)
+    unit = can_multiply(graph)[0]
+    others = [other for other in can_multiply(graph) if other != unit]
+    place = graph.tasks[unit.task].args[1].tensor
+    tensors = list(graph.tensors)
+    tensors[place] = dataclasses.replace(tensors[place], offset=1)
+    buffers = list(graph.buffers)
+    buffers[unit.buffer] = dataclasses.replace(buffers[unit.buffer], nbytes=unit.nbytes + 4)
+    reader = Task(len(graph.tasks), "aten.neg.default", reads=(unit.buffer,))
+    for changes in (
+        {"tensors": tuple(tensors)},
+        {"buffers": tuple(buffers)},
+        {"tasks": (*graph.tasks, reader)},
+    ):
+        assert can_multiply(dataclasses.replace(graph, **changes)) == others
+
+
+def test_of_experts_the_host_reads_those_that_have_rows() -> None:
+    graph = experts(transposed=True)
+    units, known = can_multiply(graph), routes(graph)
+    found = with_host_rows(graph, units, {unit.buffer: unit.num_rows for unit in units})
+    most = sum(known[unit.buffer].most_bytes(unit.nbytes) for unit in units)
+    assert host_bytes(found) == most < sum(unit.nbytes for unit in units)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1])

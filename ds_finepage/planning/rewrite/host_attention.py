@@ -1,0 +1,67 @@
+"""Gives attention to the host: TaskGraph -> TaskGraph.
+
+The host attends to the rows of a KV cache where they lie. So they take no device bytes and no
+copies; the plan sends the queries and the new rows, and gets the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from ds_finepage.graph.arguments import refs
+from ds_finepage.graph.attention import HOST_ATTENTION, SPAN_TOKENS, SPANS, Attention
+from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Task, TaskGraph, TensorView
+
+
+def with_host_attention(graph: TaskGraph, units: Iterable[Attention]) -> TaskGraph:
+    """Let the host compute attention.
+
+    Args:
+        graph: The pass.
+        units: Some of what :func:`attentions` names.
+    """
+    chosen = {unit.task: unit for unit in units}
+    gone = {task for unit in chosen.values() for task in unit.copied}
+    rows = {buffer for unit in chosen.values() for buffer in unit.rows}
+    tasks: list[Task] = []
+    for task in graph.tasks:
+        if task.index in gone:
+            continue
+        unit = chosen.get(task.index)
+        changed = task if unit is None else host_task(graph, unit)
+        tasks.append(dataclasses.replace(changed, index=len(tasks)))
+    buffers = (
+        dataclasses.replace(b, kind=BufferKind.MASTER) if b.id in rows else b for b in graph.buffers
+    )
+    return dataclasses.replace(graph, tasks=tuple(tasks), buffers=tuple(buffers), calls=())
+
+
+def host_task(graph: TaskGraph, unit: Attention) -> Task:
+    """Return the task with which the host attends, in place of the captured one."""
+    task = graph.tasks[unit.task]
+    query, old = (graph.tensors[unit.args[at].tensor] for at in (0, 1))
+    out = graph.tensors[task.results[0]]  # type: ignore[index]
+    used = {graph.tensors[ref.tensor].buffer for ref in refs(unit.args)}
+    return dataclasses.replace(
+        task,
+        op=HOST_ATTENTION,
+        args=unit.args,
+        kwargs=(),
+        results=(out.id,),
+        reads=tuple(sorted({*used, *unit.rows})),
+        writes=(out.buffer,),
+        workspace_bytes=_workspace_bytes(query, old.shape[0] + query.shape[2]),
+        moved_bytes=unit.nbytes + 2 * math.prod(query.shape) * ITEMSIZE[query.dtype],
+        time_ns=None,
+    )
+
+
+def _workspace_bytes(query: TensorView, num_tokens: int) -> int:
+    """Return the bytes of what the op makes on the host; its result has at most so many."""
+    batch, heads, num_new, width = query.shape
+    num_results = batch * heads * num_new
+    spans = min(SPANS, -(-num_tokens // SPAN_TOKENS))
+    beside = 3 * num_results * width + num_results * spans * (width + 2)
+    return (beside + batch * num_new * num_tokens) * ITEMSIZE["float32"]
