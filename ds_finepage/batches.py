@@ -179,7 +179,9 @@ class Search:
 
     def _host_bytes(self, costs: Costs) -> float:
         """Return the host memory without which nothing runs; a disk may have the weights."""
-        weights = 0 if self._any.profile.disk_bytes_per_s else self._any.weight_bytes
+        profile = self._any.profile
+        may_read = profile.disk_bytes_per_s and not profile.has_host
+        weights = 0 if may_read else self._any.weight_bytes
         return costs.host_bytes if self._is_on_host(costs) else weights
 
     def _is_on_host(self, costs: Costs) -> bool:

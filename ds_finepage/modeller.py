@@ -15,7 +15,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.planning.budget import budget_on
 from ds_finepage.planning.pipeline import PlanSettings, bound_of
 from ds_finepage.planning.policies import EngineSettings, policy_named
-from ds_finepage.planning.time_bound import end_times_ns
+from ds_finepage.planning.time_bound import end_times_ns, least_time_beside_host_ns
 from ds_finepage.reporting.figures import PlanFigures
 from ds_finepage.reporting.results import PhaseFigures
 from ds_finepage.whatif import (
@@ -263,11 +263,16 @@ class Modeller:
         prefill, step = map(self._bounds_of, both)
         needs = [c.needs_if(cuts_weights=self._split, looks_up_rows=True) for c in both]
         least_bytes = max(each.min_budget_bytes for each in needs)
-        host_bytes = self.decode.least_host_bytes(self.profile)
+        host_bytes = self.decode.host_bytes  # a host that computes reads no files
+        if not self.profile.has_host:
+            host_bytes = self.decode.least_host_bytes(self.profile)
         return Costs(*prefill, *step, least_bytes, self.decode.kv_bytes, host_bytes)
 
     def _bounds_of(self, captured: CapturedModel) -> tuple[int, int]:
-        """Return the time of the tasks of a pass, and the bytes that are missing."""
+        """Return the time of the tasks of a pass, and the bytes that are missing.
+
+        Beside a host that computes, the time is that of copies too, and no byte is missing.
+        """
         settings = PlanSettings(
             policy="finepage",
             split=self._split,
@@ -276,8 +281,10 @@ class Modeller:
         )
         arena_bytes = max(1, self.budget_bytes - captured.needs.non_arena_bytes)
         bound = bound_of(captured.graph, arena_bytes, settings)
-        end_ns = max(end_times_ns(bound.graph, self.profile))
-        return end_ns, bound.nbytes or bound.needed_bytes - bound.kept_bytes
+        missing_bytes = bound.nbytes or bound.needed_bytes - bound.kept_bytes
+        if self.profile.has_host:
+            return least_time_beside_host_ns(bound, self.profile), min(0, missing_bytes)
+        return max(end_times_ns(bound.graph, self.profile)), missing_bytes
 
 
 def _of(figures: PlanFigures) -> PhaseFigures:

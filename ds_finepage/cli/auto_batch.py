@@ -20,7 +20,7 @@ def is_asked(arguments: argparse.Namespace) -> bool:
 
     Raises:
         ConfigError: A batch below 1; ``--new`` without ``--batch auto``, or too large; another
-            policy; a host that computes; a picture that cannot be drawn.
+            policy; a picture that cannot be drawn.
     """
     if arguments.batch != options.AUTO:
         options.require_counts(arguments, "batch")
@@ -35,11 +35,6 @@ def is_asked(arguments: argparse.Namespace) -> bool:
         )
     if arguments.policy != "finepage":
         raise ConfigError("--policy: --batch auto is for finepage. Leave one of them out.")
-    if arguments.host is not None:
-        raise ConfigError(
-            "--host: --batch auto looks at batches in which the host computes nothing. Leave one "
-            "of them out."
-        )
     if arguments.out is not None:
         drawing.require_packages("plan --batch auto --out")
     return True

@@ -85,8 +85,8 @@ def _attention(
         return None
     if query.dtype not in DTYPES or query.shape[2] > MOST_QUERIES:
         return None
-    if mask is not None and _view(graph, mask).shape[1] != 1:
-        return None
+    if mask is not None and _view(graph, mask).shape[1] != 1 and _view(graph, mask).stride[1]:
+        return None  # each head has its own
     if any(graph.uses[buffer] != (task.index,) for buffer in others):
         return None
     keys, values = (_rows(graph, task, named[name], sent, clones) for name in ("key", "value"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,17 @@ def test_host_memory_counts_the_rows_of_a_cache_that_is_there() -> None:
     ):
         found = all_points(Made(growing(), host), kv_cache)[99]
         assert bool(found.tokens_per_s) is fits, (host, kv_cache)
+
+
+@pytest.mark.parametrize(("host", "fits"), [(0.0, True), (1e9, False)])
+def test_a_disk_has_weights_but_none_of_a_host_that_computes(
+    host: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"host_bytes_per_s": host, "host_flops_per_s": host}
+    profile = dataclasses.replace(PROFILE, disk_bytes_per_s=1e9, **rates)
+    monkeypatch.setitem(globals(), "PROFILE", profile)
+    found = all_points(Made(growing(), 10**8), "device")[0]
+    assert bool(found.tokens_per_s) is fits
 
 
 def test_a_pass_takes_the_time_of_its_tasks_or_of_its_copies() -> None:

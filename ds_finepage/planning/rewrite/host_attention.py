@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from ds_finepage.graph.arguments import refs
+from ds_finepage.graph.arguments import Ref, refs
 from ds_finepage.graph.attention import HOST_ATTENTION, SPAN_TOKENS, SPANS, Attention
 from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Task, TaskGraph, TensorView
 
@@ -25,17 +25,30 @@ def with_host_attention(graph: TaskGraph, units: Iterable[Attention]) -> TaskGra
     chosen = {unit.task: unit for unit in units}
     gone = {task for unit in chosen.values() for task in unit.copied}
     rows = {buffer for unit in chosen.values() for buffer in unit.rows}
-    tasks: list[Task] = []
+    tasks, tensors = list[Task](), list(graph.tensors)
     for task in graph.tasks:
         if task.index in gone:
             continue
         unit = chosen.get(task.index)
-        changed = task if unit is None else host_task(graph, unit)
+        changed = task if unit is None else _of_one_head(host_task(graph, unit), tensors)
         tasks.append(dataclasses.replace(changed, index=len(tasks)))
     buffers = (
         dataclasses.replace(b, kind=BufferKind.MASTER) if b.id in rows else b for b in graph.buffers
     )
-    return dataclasses.replace(graph, tasks=tuple(tasks), buffers=tuple(buffers), calls=())
+    return dataclasses.replace(
+        graph, tasks=tuple(tasks), buffers=tuple(buffers), tensors=tuple(tensors), calls=()
+    )
+
+
+def _of_one_head(task: Task, tensors: list[TensorView]) -> Task:
+    """Let a task read a mask that all heads share once; a kernel of a device names it for each."""
+    *args, mask, scale = task.args
+    if mask is None or tensors[mask.tensor].shape[1] == 1:
+        return task
+    batch, _, *others = tensors[mask.tensor].shape
+    view = dataclasses.replace(tensors[mask.tensor], id=len(tensors), shape=(batch, 1, *others))
+    tensors.append(view)
+    return dataclasses.replace(task, args=(*args, Ref(view.id), scale))
 
 
 def host_task(graph: TaskGraph, unit: Attention) -> Task:

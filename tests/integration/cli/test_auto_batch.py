@@ -81,6 +81,18 @@ def test_every_option_counts(plan: list[str], cli: Cli, tmp_path: Path) -> None:
     assert cli.json(*plan, "--ranks", "2")["step"]["num_ranks"] == 2
 
 
+def test_a_host_that_computes_counts(plan: list[str], cli: Cli) -> None:
+    alone, given = cli.json(*plan), [*plan, "--host", "server"]
+    beside = cli.json(*given)
+    assert beside["planned"]["tokens_per_s"] > 1.2 * alone["planned"]["tokens_per_s"]
+    host = beside["step"]["host_bytes"]
+    less = cli.json(*given, "--host-memory", str(host - 1))
+    assert beside["step"]["host_ns"] > 0 < less["step"]["host_ns"]  # it reads no files
+    assert less["planned"]["batch"] < beside["planned"]["batch"]
+    bounds = [{p["batch"]: p["step_ns"] for p in each["curve"]} for each in (alone, beside)]
+    assert bounds[1][1] < bounds[0][1]
+
+
 def test_shares_of_the_weights_are_budgets_too(plan: list[str], cli: Cli) -> None:
     found = cli.json(*plan, "--device-budget", "50%weights")["step"]
     assert found["budget_bytes"] == found["weight_bytes"] // 2

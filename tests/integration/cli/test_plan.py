@@ -80,8 +80,6 @@ def test_ranks_that_share_a_model_have_idle_hosts(plan: list[str], cli: Cli) -> 
 
 def test_a_host_is_refused_by_name(plan: list[str], cli: Cli) -> None:
     cli.refuses(*plan[:-4], "--hardware", "t4+laptop", *plan[-2:], says="unknown host 'laptop'")
-    given = ("--host", "desktop", "--batch", "auto", "--new", "4")
-    cli.refuses(*plan, *given, says="--host: --batch auto looks at batches in which the host")
 
 
 def test_host_memory_is_a_budget_and_the_disk_lies_below_it(

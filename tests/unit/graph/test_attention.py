@@ -51,6 +51,13 @@ def test_a_mask_that_all_heads_share_goes_along(op: str | None) -> None:
         assert [found.args[5] for found in attentions(layers.graph())] == [Ref(mask)] * is_found
 
 
+def test_a_mask_that_is_named_for_each_head_goes_along_too() -> None:
+    layers = Layers()
+    mask = layers.tensors[layers.tensor((BATCH, 1, 1, 31), BufferKind.ACTIVATION)]
+    layers.attend(mask=layers.view(mask.buffer, (BATCH, HEADS, 1, 31), (31, 0, 31, 1)))
+    assert len(attentions(layers.graph())) == 1
+
+
 @pytest.mark.parametrize("num_new", [1, MOST_QUERIES, MOST_QUERIES + 1])
 def test_few_queries_are_attended_to(num_new: int) -> None:
     assert len(attentions(attended(num_new=num_new))) == (num_new <= MOST_QUERIES)

@@ -55,6 +55,20 @@ def test_no_layers_leave_the_pass_as_it_is() -> None:
     assert on_host().tasks == GRAPH.tasks and not on_host().host_tasks
 
 
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_a_mask_goes_down_once(heads: int) -> None:
+    layers = Layers()
+    whole = layers.tensor((BATCH, 1, 1, 31), BufferKind.ACTIVATION)
+    view = layers.view(layers.tensors[whole].buffer, (BATCH, heads, 1, 31), (31, 0, 31, 1))
+    layers.attend(mask=view)
+    graph = layers.graph()
+    found = with_host_attention(graph, attentions(graph))
+    (task,) = found.host_tasks
+    mask = found.tensors[found.tasks[task].args[5].tensor]
+    assert (mask.shape, mask.stride[2:]) == ((BATCH, 1, 1, 31), (31, 1))
+    assert [t.id for t in found.tensors] == list(range(len(graph.tensors) + (heads > 1)))
+
+
 def test_it_reads_each_row_once() -> None:
     layers = Layers()
     layers.attend(repeats=True)
