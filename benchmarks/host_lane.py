@@ -5,9 +5,9 @@
 A decode step, behind 1,024 tokens unless ``--seq`` says another number. The rate of the host is
 that of its products while the link copies. ``layers`` is what llama.cpp does with a part of the
 layers on the device (``-ngl``): as many of the last ones as fit, without copies. The host computes
-the products of the others, and attention where the KV cache is in host memory. ``static`` is
-FlexGen's division of the weights. Both are planned and simulated here. A budget may be more than
-the card has: it is then that of a card of its speed with more memory.
+the products of the others, and attention where the KV cache is in host memory, or not if that is
+faster. ``static`` is FlexGen's division of the weights. Both are planned and simulated here. A
+budget may be more than the card has: it is then that of a card of its speed with more memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,17 @@ FLOPS_PER_S = 2e12
 """Of the host; with one sequence its memory decides."""
 
 
-def layers_ns(captured: CapturedModel, budget_bytes: int, profile: HardwareProfile) -> int:
-    """Return the time of a step with the first layers on the host, as few as leave room."""
+def layers_ns(
+    captured: CapturedModel, budget_bytes: int, profile: HardwareProfile, *, attends: bool
+) -> int:
+    """Return the time of a step with the first layers on the host, as few as leave room.
+
+    Args:
+        captured: The step.
+        budget_bytes: All device bytes.
+        profile: The machine.
+        attends: The host attends in these layers; else their rows come over the link.
+    """
     forms = forms_of(captured, policy="finepage", split=True)
     form, needs = that_fits(forms, budget_bytes)
     graph = unpacking_that_fits(form.graph, policy="finepage", split=False)
@@ -51,7 +60,8 @@ def layers_ns(captured: CapturedModel, budget_bytes: int, profile: HardwareProfi
 
     def with_first(num: int) -> TaskGraph:
         first = set(blocks[:num])
-        attended = (u for u in can_attend(graph) if layer_of(graph.tasks[u.task].label) in first)
+        attended = can_attend(graph) if attends else []
+        attended = [u for u in attended if layer_of(graph.tasks[u.task].label) in first]
         beside = with_host_attention(graph, attended)
         units = can_multiply(beside)
         chosen = [u for u in units if block_of(graph.buffers[u.buffer].name) in first]
@@ -76,7 +86,7 @@ def row(captured: CapturedModel, share: float, host: float, card: HardwareProfil
         static_ns = static.figures.predicted_ns
     except PlanInfeasibleError:
         static_ns = 0
-    layers = layers_ns(captured, budget_bytes, profile)
+    layers = min(layers_ns(captured, budget_bytes, profile, attends=n) for n in (False, True))
     gain = alone.predicted_ns / beside.predicted_ns
     bounds = alone.lower_bound_ns / beside.lower_bound_ns
     times = (static_ns, layers, alone.predicted_ns, beside.predicted_ns)

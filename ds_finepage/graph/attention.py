@@ -41,7 +41,7 @@ AVX-512, whose plain products have about 100e9."""
 
 SPANS, SPAN_TOKENS = 64, 256
 """The most spans of tokens of a sequence, and the fewest tokens of a span. One thread attends to a
-span. So results depend on nothing of the machine."""
+span. So results depend on no number of threads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,9 @@ def host_task(graph: TaskGraph, unit: Attention) -> Task:
 
 
 def _workspace_bytes(query: TensorView, num_tokens: int) -> int:
-    """Return the bytes of what the op makes on the host; its result has at most so many."""
+    """Return the bytes of what the op makes: queries and results twice, parts, and a mask twice."""
     batch, heads, num_new, width = query.shape
     num_results = batch * heads * num_new
     spans = min(SPANS, -(-num_tokens // SPAN_TOKENS))
-    beside = 3 * num_results * width + num_results * spans * (width + 2)
-    return (beside + batch * num_new * num_tokens) * ITEMSIZE["float32"]
+    parts = num_results * (4 * width + spans * (width + 2))
+    return (parts + 2 * batch * num_new * num_tokens) * ITEMSIZE["float32"]

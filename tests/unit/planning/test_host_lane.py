@@ -168,6 +168,15 @@ def test_the_faster_kind_of_work_comes_first_in_the_bound(attend_rate: float) ->
     assert found == pytest.approx(1e9 * nbytes / attend_rate, rel=0.1)
 
 
+def test_rows_that_the_host_reads_are_not_written_on_the_device() -> None:
+    tasks = tuple(
+        dataclasses.replace(task, time_ns=10**9) if task.op == "aten.copy_.default" else task
+        for task in STEPS.tasks
+    )
+    bound = lower_bound(dataclasses.replace(STEPS, tasks=tasks), 0, UNIT, may_cut=True)
+    assert least_time_beside_host_ns(bound, with_host(1e9, 1e9)) < 10**9
+
+
 def experts(*, transposed: bool) -> TaskGraph:
     graph = layers_of_experts(num_layers=2)
     if not transposed:
