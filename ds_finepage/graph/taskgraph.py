@@ -28,7 +28,9 @@ class BufferKind(str, enum.Enum):
     OUTPUT = "output"  # made in the pass, returned to the caller
     CONSTANT = "constant"  # small, part of the program text
     HOST = "host"  # in host memory, from the caller or returned to the caller
-    MASTER = "master"  # a weight that a task reads in host memory, where it lies
+    MASTER = (
+        "master"  # a weight, or rows of a KV cache, that a task reads where it lies on the host
+    )
 
     @property
     def is_paged(self) -> bool:
@@ -256,7 +258,7 @@ class TaskGraph:
 
     @cached_property
     def host_tasks(self) -> frozenset[int]:
-        """The tasks that the host computes: those that read a weight where its master lies."""
+        """The tasks that the host computes: those that read what lies in its memory."""
         masters = (b.id for b in self.buffers if b.kind is BufferKind.MASTER)
         return frozenset(task for b in masters for task in self.uses[b])
 

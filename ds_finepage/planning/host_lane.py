@@ -60,9 +60,10 @@ def can_multiply(graph: TaskGraph) -> list[Divisible]:
 
 def _transposed(graph: TaskGraph, task: Task) -> Divisible | None:
     """Return the matrices of experts, (experts, in, out), by which a task multiplies."""
-    if task.op not in GROUPED_PRODUCTS or not isinstance(task.args[1], Ref):
+    weight = task.args[1] if task.op in GROUPED_PRODUCTS and len(task.args) > 1 else None
+    if not isinstance(weight, Ref) or len(graph.tensors[weight.tensor].shape) != 3:
         return None
-    view = graph.tensors[task.args[1].tensor]
+    view = graph.tensors[weight.tensor]
     buffer, itemsize = graph.buffers[view.buffer], ITEMSIZE.get(view.dtype, 0)
     num, depth, rows = view.shape
     is_whole = view.offset == 0 and view.stride == (depth * rows, rows, 1)

@@ -84,9 +84,8 @@ class Planned:
     def lower_bound_bytes(self) -> int:
         """Bytes that a rank reloads at least, whatever the plan, with these settings and budget.
 
-        It holds for one batch at a time, with tasks in program order. The rows of a KV cache in
-        host memory differ in each pass, so none of them is kept. The weights that the host
-        multiplies by need not be reloaded.
+        It holds for one batch at a time, with tasks in program order. Bytes that the host reads
+        in its memory need not be reloaded.
         """
         return max(0, self._bound.nbytes // self.graph.num_ranks - host_bytes(self.memgraph.graph))
 

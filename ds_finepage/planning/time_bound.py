@@ -134,7 +134,7 @@ def _kind(
 def alone_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
     """Return the least time of each task on the device.
 
-    A copy to host memory and a product of the host take none.
+    A copy to host memory and a task of the host take none.
     """
     costs = Costs(profile)
     return [
@@ -146,7 +146,7 @@ def alone_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
 def end_times_ns(graph: TaskGraph, profile: HardwareProfile) -> list[int]:
     """Return the times by which each task and all before it end, if none waits for a copy.
 
-    A product of the host runs beside the tasks of the device that read none of its results.
+    A task of the host runs beside the tasks of the device that read none of its results.
 
     Args:
         graph: The pass.

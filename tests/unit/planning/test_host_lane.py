@@ -210,7 +210,14 @@ def test_transposed_experts_fill_their_buffer_and_have_one_use() -> None:
     buffers = list(graph.buffers)
     buffers[unit.buffer] = dataclasses.replace(buffers[unit.buffer], nbytes=unit.nbytes + 4)
     reader = Task(len(graph.tasks), "aten.neg.default", reads=(unit.buffer,))
+    flat = list(graph.tensors)
+    flat[place] = dataclasses.replace(flat[place], shape=(512, 64), stride=(64, 1))
+    named = list(graph.tasks)
+    args = named[unit.task].args
+    named[unit.task] = dataclasses.replace(named[unit.task], args=args[:1])
     for changes in (
+        {"tensors": tuple(flat)},
+        {"tasks": tuple(named)},
         {"tensors": tuple(tensors)},
         {"buffers": tuple(buffers)},
         {"tasks": (*graph.tasks, reader)},
