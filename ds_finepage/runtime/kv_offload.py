@@ -23,23 +23,17 @@ from ds_finepage.integrations.transformers.host_cache import (
 )
 from ds_finepage.integrations.transformers.preflight import CacheUse, cache_bytes
 from ds_finepage.integrations.transformers.room import (
-    MIN_ROWS,
     RoomLayer,
     RunLayer,
     all_rows,
     ample_rows,
-    few_rows,
     in_steps,
     layers_of,
-    least_rows,
 )
 from ds_finepage.runtime.stats import Counters
 
 TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 """Arguments of a call that have an entry for each new token."""
-
-SIZES = (ample_rows, few_rows, least_rows)
-"""Tell the rows of a room; each is less than the one before."""
 
 MakeRoom = Callable[[Sequence[torch.Tensor], Sequence[int]], bool]
 """Makes room for a KV cache: its present tensors, and the bytes of those that take their places.
@@ -61,12 +55,11 @@ class CapturedCall:
 
 
 class KVOffload:
-    """Runs calls on the device; repeats a refused call with its KV cache in less memory.
+    """Runs calls on the device; repeats a refused call with its KV cache in host memory.
 
     A cache that competes with the weights starts in host memory. For any other one weights make way
-    first: the arena is the rest of the budget beside the cache. Then the room behind the rows
-    becomes small, and at last the cache moves to host memory too. ``HandedOut`` brings
-    the caches back to the device when the model is detached.
+    first: the arena is the rest of the budget beside the cache. Then the cache moves to host memory
+    too. ``HandedOut`` brings the caches back to the device when the model is detached.
     """
 
     def __init__(
@@ -87,8 +80,6 @@ class KVOffload:
         self._num_generations = 0  # nested ones count each
         self.use = CacheUse()
         self._of_generation: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Cache -> which of SIZES its rooms have; the first one for others.
-        self._levels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def host_bytes(self) -> int:
@@ -139,14 +130,13 @@ class KVOffload:
 
     def _call(self, call: CapturedCall, *, may_move: bool) -> Any:
         refusal: PlanInfeasibleError | None = None
-        shrinks = False
         try:
             while True:
                 for moved in layers_of(call.caches(), HostLayer):
                     moved.prepare()
                 before = seen_lengths(call.caches())
                 try:
-                    self._give_room(call, shrinks=shrinks)
+                    self._give_room(call)
                     result = call.compiled(*call.args, **call.kwargs)
                     self._require_rooms(call)
                     break
@@ -156,8 +146,7 @@ class KVOffload:
                         raise
                     refusal = _lesser(refusal, error.bare())
                 # The frames of the error are gone, and the tensors that they held.
-                shrinks = self._tighten(call)
-                if not shrinks and not (may_move and self._move(call)):
+                if not (may_move and self._move(call)):
                     raise refusal
         except BaseException:
             for layer in layers_of(call.caches(), RunLayer):  # type: ignore[type-abstract]
@@ -165,9 +154,6 @@ class KVOffload:
             raise
         for layer in layers_of(call.caches(), RunLayer):  # type: ignore[type-abstract]
             layer.settle()
-        for cache in call.caches(growing=True):
-            if self._levels.get(cache) == SIZES.index(least_rows):
-                self._levels[cache] = SIZES.index(few_rows)  # for the steps behind a prompt
         return result
 
     def _require_rooms(self, call: CapturedCall) -> None:
@@ -179,27 +165,22 @@ class KVOffload:
             more_bytes = sum(new - old for new, old in grown)
             self._require_host(more_bytes + max(old for _, old in grown))
 
-    @property
-    def _sizes(self) -> tuple[Callable[[int, int | None], int], ...]:
-        return (all_rows, *SIZES[1:]) if self.use.is_made_at_once else SIZES
-
-    def _give_room(self, call: CapturedCall, *, shrinks: bool) -> None:
-        """Give the layers of a call room for its new rows, or refuse it; less if it ``shrinks``."""
-        num_new = _num_new(call)
+    def _give_room(self, call: CapturedCall) -> None:
+        """Give the layers of a call room for its new rows, or refuse it."""
+        num_new, longest = _num_new(call), self.use.longest
+        enough = all_rows if self.use.is_made_at_once else ample_rows
         for cache in call.caches(growing=True):
-            enough = self._sizes[self._levels.get(cache, 0)]
             wanted: dict[RunLayer, int] = {}
             for layer in layers_of([cache], RunLayer):  # type: ignore[type-abstract]
                 num_rows = layer.get_seq_length() + num_new
-                capacity = enough(num_rows, self.use.longest)
-                if num_rows >= layer.capacity or (shrinks and capacity < layer.capacity):
-                    wanted[layer] = capacity
+                if num_rows >= layer.capacity:
+                    wanted[layer] = enough(num_rows, longest)
             on_device = {x: n for x, n in wanted.items() if isinstance(x, RoomLayer)}
             if on_device:
                 self._resize(layers_of([cache], RoomLayer), on_device)
             for layer, capacity in wanted.items():
                 if isinstance(layer, HostLayer):
-                    layer.give_room(capacity if self._levels.get(cache) else in_steps(capacity))
+                    layer.give_room(in_steps(capacity))
 
     def _resize(self, layers: Sequence[RoomLayer], capacities: Mapping[RoomLayer, int]) -> None:
         """Move the rows of all ``layers`` of a cache into rooms of other capacities."""
@@ -209,29 +190,6 @@ class KVOffload:
         del rooms  # each is freed as soon as its rows have moved
         for layer, capacity in capacities.items():
             layer.resize(capacity, via_host=via_host)
-
-    def _tighten(self, call: CapturedCall) -> bool:
-        """Give the caches of a refused call less room from now on; False if they have no more.
-
-        Only a prompt gets the least room: a step would move its rows, and so would the next one.
-        """
-        num_new = _num_new(call)
-        last = SIZES.index(least_rows if num_new > MIN_ROWS else few_rows)
-        is_less = False
-        for cache in call.caches(growing=True):
-            level = self._levels.get(cache, 0)
-            sizes = []  # the rows with the new ones, and the room that was refused
-            for layer in layers_of([cache], RunLayer):  # type: ignore[type-abstract]
-                num_rows, capacity = layer.get_seq_length() + num_new, layer.capacity
-                if num_rows >= capacity:
-                    capacity = self._sizes[level](num_rows, self.use.longest)
-                sizes.append((num_rows, capacity))
-            for less in range(level + 1, last + 1):
-                self._levels[cache] = less
-                if any(SIZES[less](n, self.use.longest) < capacity for n, capacity in sizes):
-                    is_less = True
-                    break
-        return is_less
 
     def _move(self, call: CapturedCall) -> int:
         """Move the caches of a call to host memory; return how many moved."""

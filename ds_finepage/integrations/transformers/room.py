@@ -20,10 +20,7 @@ tensor that a caller keeps ever changes.
 A full room is left for a larger one, and its rows are copied. A generation whose whole cache is
 small gets room for all of it at once. Others get a room of the next power of two, or for all where
 that is less; it is also the length that passes are planned for. So a row is copied about once on
-average. Where
-that has no room in the budget, a room grows by an eighth, and a row is copied about eight times.
-A prompt that has no room even so gets none behind its rows, since its pass needs more memory than
-the next step, which moves the rows.
+average. Where that has no room in the budget, the cache moves to host memory.
 The whole room counts in the budget, as the state of the pass. While one tensor moves, its old and
 new rooms exist together, and the other tensors once. Where the budget has no room for that beside
 the arena, the rows of one tensor wait in host memory while its old room is freed and its new one is
@@ -49,9 +46,6 @@ MIN_ROWS = 16
 ROOM_STEPS = 16
 """Rooms of a cache in host memory differ by a part in so many of the next power of two."""
 
-LITTLE_ROOM = 8
-"""A room without much room has an eighth of its rows behind them."""
-
 
 def ample_rows(num_rows: int, longest: int | None) -> int:
     """Return the rows of a room: a power of two, or no more than the cache needs at its longest.
@@ -68,17 +62,6 @@ def all_rows(num_rows: int, longest: int | None) -> int:
     """Return the rows of a room for all rows of a cache, if they are known; see above."""
     known = 0 if longest is None else longest + 1
     return max(known, ample_rows(num_rows, longest))
-
-
-def few_rows(num_rows: int, longest: int | None) -> int:
-    """Return the rows of a room where there is little memory; see :func:`ample_rows`."""
-    found = num_rows + max(MIN_ROWS, num_rows // LITTLE_ROOM)
-    return min(found, ample_rows(num_rows, longest))
-
-
-def least_rows(num_rows: int, longest: int | None) -> int:
-    """Return the rows of a room that has space for nothing more; see :func:`ample_rows`."""
-    return num_rows + 1
 
 
 def in_steps(num_rows: int) -> int:
