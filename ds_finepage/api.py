@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_finepage.checker.checker import check
-from ds_finepage.config import BudgetKind, DeviceBudget, FinepageConfig
+from ds_finepage.config import DeviceBudget, FinepageConfig
 from ds_finepage.errors import ConfigError
 from ds_finepage.execution import host_attention
 from ds_finepage.execution.device import (
@@ -267,7 +267,7 @@ def _settled(config: object, settings: Mapping[str, Any]) -> FinepageConfig:
 
 def _budget_on(config: FinepageConfig, weight_bytes: int, where: torch.device, ranks: Ranks) -> int:
     """Turn ``device_budget`` into bytes: the least of all ranks if they run one plan."""
-    is_auto = config.device_budget.kind is BudgetKind.AUTO
+    is_auto = config.device_budget.is_auto
     margin_bytes = context_margin_bytes(where) if is_auto else 0
     free_bytes, device_bytes = device_of(where).memory_info()
     budget_bytes = config.device_budget.resolve(

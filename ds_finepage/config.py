@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -44,9 +44,6 @@ KVPlace = Literal["auto", "device", "host"]
 
 BUDGET_FORMS = f'"auto", "80%device", "40%weights", {SIZE_FORMS}'
 """The forms of a device budget, for error messages."""
-
-HOST_BUDGET_FORMS = f'"auto", "80%host", {SIZE_FORMS}'
-"""The forms of a host budget, for error messages."""
 
 HOST_MARGIN_SHARE = 32
 """Of all host memory, a host budget of "auto" leaves one part in so many free."""
@@ -81,90 +78,102 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 class BudgetKind(str, enum.Enum):
-    """The size that a device budget is a share of."""
+    """A budget is an amount of one of these."""
 
-    AUTO = "auto"  # what is free on the device, less a margin
-    BYTES = "bytes"  # a fixed size
-    DEVICE = "device"  # a share of the device's memory
-    WEIGHTS = "weights"  # a share of the model's weights; may exceed them
+    AUTO = "auto"  # what is free, less a margin; no amount
+    BYTES = "bytes"  # bytes
+    DEVICE = "device"  # the device's memory
+    WEIGHTS = "weights"  # the model's weights; more than all of them is allowed
+    HOST = "host"  # all host memory
+
+
+_B = TypeVar("_B", bound="_Budget")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceBudget:
-    """The user's limit on all device bytes of the run, before the device and model are known.
+class _Budget:
+    """A limit on memory, before the machine and the model are known.
 
-    Invariant: ``num_bytes`` is set for BYTES, ``share`` (1 is the whole) for DEVICE and WEIGHTS.
     ``str(budget)`` is a form that ``parse`` reads back as an equal budget.
+
+    Attributes:
+        kind: What the amount counts.
+        amount: Bytes, or a share of what the kind names, where 1 is the whole.
     """
 
+    setting: ClassVar[str]
+    bases: ClassVar[tuple[BudgetKind, ...]]  # what a percentage may be of
+    forms: ClassVar[str]  # for error messages
+
     kind: BudgetKind = BudgetKind.AUTO
-    num_bytes: int | None = None
-    share: Fraction | None = None
+    amount: Fraction = Fraction(0)
 
     @classmethod
-    def parse(cls, value: object, *, name: str = f"{SECTION}.device_budget") -> DeviceBudget:
+    def parse(cls: type[_B], value: object, *, name: str = "") -> _B:
         """Read a budget.
 
         Args:
-            value: Bytes, a size such as ``"6GiB"``, ``"80%device"``, ``"40%weights"`` or
-                ``"auto"``.
-            name: The setting, as the error names it.
+            value: A budget, bytes, or a text in one of the ``forms``.
+            name: The setting, as the error names it; without one, the key of the section.
 
         Raises:
-            ConfigError: Another form, a bare percentage, a percentage of the device above 100, or
-                0 or less.
+            ConfigError: Another form, a bare percentage, 0 or less, or a percentage above 100 of
+                anything but weights.
         """
-        if isinstance(value, DeviceBudget):
+        name = name or cls.setting
+        if isinstance(value, cls):
             return value
         if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ConfigError(f"{name}: {value!r} is not a budget. Write {BUDGET_FORMS}.")
+            raise ConfigError(f"{name}: {value!r} is not a budget. Write {cls.forms}.")
         if isinstance(value, str):
             text = value.strip().lower()
             if text == BudgetKind.AUTO.value:
                 return cls()
-            if "%" in text:
-                return cls._parse_percent(value, text, name)
-            hint = nearest(text, [BudgetKind.AUTO.value])
-            if hint:
-                raise ConfigError(f"{name}: cannot read {value!r}. {hint}Write {BUDGET_FORMS}.")
-        return cls(kind=BudgetKind.BYTES, num_bytes=parse_bytes(value, name=name))
+            match, hint = _PERCENT.fullmatch(text), nearest(text, [BudgetKind.AUTO.value])
+            if match is not None:
+                return cls._of_percent(value, match[1], match[2], name)
+            if hint or "%" in text:
+                raise ConfigError(f"{name}: cannot read {value!r}. {hint}Write {cls.forms}.")
+        return cls(kind=BudgetKind.BYTES, amount=Fraction(parse_bytes(value, name=name)))
 
     @classmethod
-    def _parse_percent(cls, value: str, text: str, name: str) -> DeviceBudget:
-        match = _PERCENT.fullmatch(text)
-        if match is None:
-            raise ConfigError(f"{name}: cannot read {value!r}. Write {BUDGET_FORMS}.")
-        number, base = match.groups()
+    def _of_percent(cls: type[_B], value: str, number: str, base: str, name: str) -> _B:
         share = Fraction(number) / 100
-        if base not in (BudgetKind.DEVICE.value, BudgetKind.WEIGHTS.value):
+        if base not in cls.bases:
             of_what = f"percent of {base!r} is unknown" if base else "percent of what"
-            raise ConfigError(
-                f"{name}: {value!r} is ambiguous: {of_what}. "
-                f'Write "{number}%device" or "{number}%weights".'
-            )
+            known = " or ".join(f'"{number}%{known.value}"' for known in cls.bases)
+            raise ConfigError(f"{name}: {value!r} is ambiguous: {of_what}. Write {known}.")
         if share <= 0:
-            raise ConfigError(f"{name}: {value!r} leaves no memory. Write {BUDGET_FORMS}.")
-        if base == BudgetKind.DEVICE.value and share > 1:
+            raise ConfigError(f"{name}: {value!r} leaves no memory. Write {cls.forms}.")
+        if base != BudgetKind.WEIGHTS and share > 1:
             raise ConfigError(
-                f"{name}: {value!r} is {number}% of the device, which has 100%. "
-                'Write at most "100%device".'
+                f"{name}: {value!r} is {number}% of the {base}, which has 100%. "
+                f'Write at most "100%{base}".'
             )
-        return cls(kind=BudgetKind(base), share=share)
+        return cls(kind=BudgetKind(base), amount=share)
 
     @property
     def is_auto(self) -> bool:
-        """Whether ``resolve`` uses free memory and margin."""
+        """Whether the budget is what is free, less a margin."""
         return self.kind is BudgetKind.AUTO
 
     def __str__(self) -> str:
         if self.is_auto:
             return "auto"
         if self.kind is BudgetKind.BYTES:
-            return str(self.num_bytes)
-        assert self.share is not None
+            return str(self.amount)
         # ``parse`` reads at most 18 digits of a percent, so this is exact.
-        percent = Decimal(100 * self.share.numerator) / self.share.denominator
+        percent = Decimal(100 * self.amount.numerator) / self.amount.denominator
         return f"{percent:f}%{self.kind.value}"
+
+
+class DeviceBudget(_Budget):
+    """The user's limit on all device bytes of the run."""
+
+    __slots__ = ()
+    setting = f"{SECTION}.device_budget"
+    bases = (BudgetKind.DEVICE, BudgetKind.WEIGHTS)
+    forms = BUDGET_FORMS
 
     def resolve(
         self,
@@ -173,7 +182,7 @@ class DeviceBudget:
         device_bytes: int,
         free_bytes: int,
         margin_bytes: int,
-        name: str = f"{SECTION}.device_budget",
+        name: str = setting,
     ) -> int:
         """Turn the budget into bytes.
 
@@ -199,12 +208,10 @@ class DeviceBudget:
                     f"set {name} to a size."
                 )
         elif self.kind is BudgetKind.BYTES:
-            assert self.num_bytes is not None
-            budget_bytes = self.num_bytes
+            budget_bytes = int(self.amount)
         else:
-            assert self.share is not None
             whole_bytes = weight_bytes if self.kind is BudgetKind.WEIGHTS else device_bytes
-            budget_bytes = int(self.share * whole_bytes)
+            budget_bytes = int(self.amount * whole_bytes)
             if budget_bytes < 1:
                 raise ConfigError(
                     f"{name}: '{self}' of {_exact(whole_bytes)} is less than 1 byte. Raise {name}."
@@ -217,40 +224,13 @@ class DeviceBudget:
         return budget_bytes
 
 
-_S = TypeVar("_S", bound="_Settings")
+class HostBudget(_Budget):
+    """The user's limit on the host memory of the run."""
 
-
-@dataclass(frozen=True, slots=True)
-class HostBudget:
-    """The user's limit on the host memory of the run: bytes, a share of all, or what is free."""
-
-    num_bytes: int | None = None
-    share: Fraction | None = None
-
-    @classmethod
-    def parse(cls, value: object, *, name: str = f"{SECTION}.host_budget") -> HostBudget:
-        """Read a budget.
-
-        Args:
-            value: Bytes, a size such as ``"64GiB"``, ``"80%host"`` or ``"auto"``.
-            name: The setting, as the error names it.
-
-        Raises:
-            ConfigError: Another form, a percentage above 100, or 0 or less.
-        """
-        if isinstance(value, HostBudget):
-            return value
-        text = value.strip().lower() if isinstance(value, str) else ""
-        if text == BudgetKind.AUTO.value:
-            return cls()
-        if "%" in text:
-            match = _PERCENT.fullmatch(text)
-            share = Fraction(match[1]) / 100 if match and match[2] == "host" else Fraction(0)
-            if 0 < share <= 1:
-                return cls(share=share)
-        elif not isinstance(value, bool) and isinstance(value, (int, str)):
-            return cls(num_bytes=parse_bytes(value, name=name))
-        raise ConfigError(f"{name}: cannot read {value!r}. Write {HOST_BUDGET_FORMS}.")
+    __slots__ = ()
+    setting = f"{SECTION}.host_budget"
+    bases = (BudgetKind.HOST,)
+    forms = f'"auto", "80%host", {SIZE_FORMS}'
 
     def resolve(self, *, held_bytes: int, free_bytes: int, all_bytes: int) -> int:
         """Turn the budget into bytes.
@@ -260,11 +240,12 @@ class HostBudget:
             free_bytes: Bytes of host memory that are free beside them.
             all_bytes: Bytes of all host memory.
         """
-        if self.num_bytes is not None:
-            return self.num_bytes
-        if self.share is not None:
-            return int(self.share * all_bytes)
-        return held_bytes + max(0, free_bytes - all_bytes // HOST_MARGIN_SHARE)
+        if self.is_auto:
+            return held_bytes + max(0, free_bytes - all_bytes // HOST_MARGIN_SHARE)
+        return int(self.amount * (all_bytes if self.kind is BudgetKind.HOST else 1))
+
+
+_S = TypeVar("_S", bound="_Settings")
 
 
 class _Settings(BaseModel):

@@ -110,8 +110,7 @@ def budget_on(device_budget: DeviceBudget, weight_bytes: int, profile: HardwareP
     """
     device = profile.capacity_bytes
     if device_budget.kind is BudgetKind.WEIGHTS:
-        assert device_budget.share is not None
-        device = max(device, int(device_budget.share * weight_bytes))
+        device = max(device, int(device_budget.amount * weight_bytes))
     return device_budget.resolve(
         weight_bytes=weight_bytes,
         device_bytes=device,

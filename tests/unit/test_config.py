@@ -58,10 +58,23 @@ def test_a_host_budget_is_bytes_or_a_share_or_what_is_free(value: object, expect
     assert HostBudget().resolve(held_bytes=700, free_bytes=40, all_bytes=1600) == 700
 
 
-@pytest.mark.parametrize("value", ["80%", "0%host", "101%host", "80%device", None, True, 1.5, []])
-def test_another_host_budget_is_refused_with_all_forms(value: object) -> None:
-    with pytest.raises(ConfigError, match=r'host_budget: cannot read .*Write "auto", "80%host"'):
-        FinepageConfig.from_dict({"host_budget": value}, policies=["finepage"])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("80%",), r'ambiguous: percent of what\. Write "80%host"\.'),
+        (("80%device",), r"percent of 'device' is unknown\. Write \"80%host\"\."),
+        (("101%host",), r'101% of the host, which has 100%\. Write at most "100%host"'),
+        (("0%host", "-5%host"), r'leaves no memory\. Write "auto", "80%host"'),
+        (("%host", "40%%host"), r'cannot read .*Write "auto", "80%host"'),
+        (("atuo",), r"Did you mean 'auto'\? Write \"auto\", \"80%host\""),
+        ((None, True, 1.5, []), r'is not a budget\. Write "auto", "80%host"'),
+        ((0, "lots"), r"Write bytes as a whole number"),
+    ],
+)
+def test_another_host_budget_is_refused(values: tuple[object, ...], message: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^finepage\.host_budget: .*{message}"):
+            read({"host_budget": value})
 
 
 # --- device_budget ---------------------------------------------------------------------------
@@ -157,19 +170,24 @@ def test_a_share_that_rounds_to_nothing_is_refused() -> None:
         st.builds(
             lambda percent, base: f"{percent}%{base}",
             st.decimals("0.000001", "100", places=6).map(lambda d: f"{d:f}"),
-            st.sampled_from(["device", "weights"]),
+            st.sampled_from(["device", "weights", "host"]),
         ),
     )
 )
 def test_a_budget_prints_as_it_is_read(value: str | int) -> None:
-    budget = DeviceBudget.parse(value)
-    assert DeviceBudget.parse(str(budget)) == budget
-    assert DeviceBudget.parse(budget) is budget
+    kind = HostBudget if str(value).endswith("host") else DeviceBudget
+    budget = kind.parse(value)
+    assert kind.parse(str(budget)) == budget
+    assert kind.parse(budget) is budget
+
+
+def test_budgets_of_the_same_size_print_alike() -> None:
+    assert str(DeviceBudget.parse("6GiB")) == str(DeviceBudget.parse("6144MiB")) == str(6 * GIB)
 
 
 def test_a_percentage_is_kept_exactly() -> None:
     budget = DeviceBudget.parse("12.5%weights")
-    assert (budget.kind, budget.share) == (BudgetKind.WEIGHTS, Fraction(1, 8))
+    assert (budget.kind, budget.amount) == (BudgetKind.WEIGHTS, Fraction(1, 8))
     assert not budget.is_auto
     assert str(budget) == "12.5%weights"
 
@@ -252,7 +270,7 @@ def test_a_whole_section_is_read() -> None:
     }
     assert FinepageConfig.from_dict(section, policies=POLICIES) == FinepageConfig(
         enabled=True,
-        device_budget=DeviceBudget(kind=BudgetKind.BYTES, num_bytes=6 * GIB),
+        device_budget=DeviceBudget(kind=BudgetKind.BYTES, amount=Fraction(6 * GIB)),
         policy="horizon",
         debug=DebugConfig(poison_vacated=True, lane_delay_seed=0),
         report="results",
