@@ -54,8 +54,6 @@ from ds_finepage.reporting.figures import (
     PlanFigures,
     entry_bytes,
     kv_reloaded_bytes,
-    layout_overhead,
-    num_memory_dependencies,
     sent_bytes,
     written_bytes,
 )
@@ -75,7 +73,6 @@ class CapturedModel:
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
         graph: The pass.
-        capture_seconds: Processor time of the capture.
         weights: The packed form of the weights in words, such as "int4, group 64"; None if they are
             not packed.
         num_ranks: Ranks that the model is cut over; the pass is the first one's.
@@ -89,7 +86,6 @@ class CapturedModel:
     batch: int
     seq: int
     graph: TaskGraph
-    capture_seconds: float
     weights: str | None = None
     num_ranks: int = 1
     kv_on_host: bool = False
@@ -210,7 +206,6 @@ def capture_model(
     sizes = {**shape, "num_new": num_new, "dtype": dtype}
 
     def capture(*, kv_on_host: bool = False, as_stock: bool = False) -> CapturedModel:
-        start = time.process_time()
         pack = pack_as_stock if as_stock else pack_model
         prepare = cutting(num_ranks, None if form is None else partial(pack, form=form))
         host = host_ops if kv_on_host else None
@@ -219,7 +214,6 @@ def capture_model(
             model=model,
             **shape,
             graph=estimate_workspaces(graph),
-            capture_seconds=time.process_time() - start,
             weights=f"{name}{AS_STOCK}" if as_stock else name,
             num_ranks=num_ranks,
             kv_on_host=kv_on_host,
@@ -460,10 +454,7 @@ def _figures(
         lower_bound_ns=max(planned.lower_bound_ns, read_ns),
         stall_ns=timeline.stall_ns,
         num_tasks=len(graph.tasks),
-        num_memory_dependencies=num_memory_dependencies(memgraph),
-        capture_seconds=captured.capture_seconds,
         plan_seconds=plan_seconds,
-        layout_overhead=layout_overhead(memgraph),
         weights=captured.weights,
         num_ranks=captured.num_ranks,
         sent_bytes=sent_bytes(memgraph.graph),

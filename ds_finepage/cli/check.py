@@ -19,7 +19,7 @@ from ds_finepage.cli import output
 from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.planning.bounds import lower_bound_bytes
-from ds_finepage.reporting.figures import entry_bytes, layout_overhead, num_memory_dependencies
+from ds_finepage.reporting.figures import entry_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +57,4 @@ def figures_of(memgraph: MemGraph) -> dict[str, Any]:
         "lower_bound_bytes": bound,
         "gap_share": round(reloaded / bound - 1, 6) if bound else None,
         **{f"num_{kind.value}": n for kind, n in Counter(n.kind for n in memgraph.nodes).items()},
-        "num_memory_dependencies": num_memory_dependencies(memgraph),
-        "layout_overhead": round(layout_overhead(memgraph), 4),
     }

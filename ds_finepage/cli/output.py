@@ -70,9 +70,5 @@ def show_figures(title: str, figures: Mapping[str, Any]) -> None:
         base, _, unit = name.rpartition("_")
         label = base if unit in UNITS else name
         if value is not None:
-            table.add_row(label.replace("_", " "), UNITS.get(unit, _plain)(value))
+            table.add_row(label.replace("_", " "), UNITS.get(unit, str)(value))
     show(table)
-
-
-def _plain(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

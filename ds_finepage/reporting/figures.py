@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 
 from rich.table import Table
 
 from ds_finepage.graph.collectives import is_collective, traffic_of
-from ds_finepage.graph.memgraph import EdgeKind, MemGraph, NodeKind
+from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
-from ds_finepage.reporting.memory import change_at
 from ds_finepage.units import NS_PER_S, format_bytes, format_ns
 
 
@@ -61,10 +59,7 @@ class PlanFigures:
     lower_bound_ns: int
     stall_ns: int
     num_tasks: int
-    num_memory_dependencies: int
-    capture_seconds: float
     plan_seconds: float
-    layout_overhead: float
     weights: str | None = None
     num_ranks: int = 1
     sent_bytes: int = 0
@@ -128,22 +123,6 @@ def kv_reloaded_bytes(memgraph: MemGraph) -> int:
 def entry_bytes(memgraph: MemGraph) -> int:
     """Count the bytes that are resident when a steady pass begins."""
     return sum(memgraph.graph.buffers[r.buffer].nbytes for r in memgraph.entry)
-
-
-def num_memory_dependencies(memgraph: MemGraph) -> int:
-    """Count the memory dependencies."""
-    return sum(edge.kind is EdgeKind.MEMORY for edge in memgraph.edges)
-
-
-def largest_live_bytes(memgraph: MemGraph) -> int:
-    """Return the largest sum of extents that are allocated together, in the order of nodes."""
-    return max(accumulate(map(change_at, memgraph.nodes)), default=0)
-
-
-def layout_overhead(memgraph: MemGraph) -> float:
-    """Return the highest arena byte in use over the largest sum of live bytes, at least 1."""
-    live = largest_live_bytes(memgraph)
-    return memgraph.peak_bytes / live if live else 1.0
 
 
 def _over(amount: int, bound: int) -> str:
@@ -214,8 +193,5 @@ _LINES: tuple[tuple[str, Callable[[PlanFigures], str | None]], ...] = (
         lambda f: None if f.num_ranks == 1 else f"{f.tokens_per_s:.2f}",
     ),
     ("tasks", lambda f: str(f.num_tasks)),
-    ("memory dependencies", lambda f: str(f.num_memory_dependencies)),
-    ("peak of the arena / live bytes", lambda f: f"{f.layout_overhead:.4f}"),
-    ("capture", lambda f: f"{f.capture_seconds:.2f} s"),
     ("planning", lambda f: f"{f.plan_seconds:.2f} s"),
 )

@@ -45,7 +45,6 @@ def test_a_figure_is_printed_by_its_name_in_its_unit(capsys: pytest.CaptureFixtu
         "peak_bytes": 3 << 30,
         "gap_share": 0.0125,
         "num_tasks": 11,
-        "layout_overhead": 1.0625,
         "kv_on_host": False,
         "weights": None,
     }
@@ -56,6 +55,5 @@ def test_a_figure_is_printed_by_its_name_in_its_unit(capsys: pytest.CaptureFixtu
         ["peak", "│", "3.00", "GiB"],
         ["gap", "│", "1.25%"],
         ["num", "tasks", "│", "11"],
-        ["layout", "overhead", "│", "1.0625"],
         ["kv", "on", "host", "│", "False"],
     ]

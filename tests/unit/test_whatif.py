@@ -21,7 +21,6 @@ CAPTURED = CapturedModel(
     batch=1,
     seq=1,
     graph=matmul_chain([64, 1024, 64, 1024]),
-    capture_seconds=0,
 )
 
 

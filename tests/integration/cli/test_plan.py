@@ -9,17 +9,19 @@ import pytest
 
 from ds_finepage.execution import disk
 from ds_finepage.graph import codec
+from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile, profile_names
 from ds_finepage.planning.policies import PAGING, POLICIES
 from tests.commands import Cli
 from tests.integration.cli.models import NUM_PARAMETERS, card
 from tests.integration.engines import python
+from tests.unit.planning.sketches import largest_live_bytes
 
 KEYS = """
 model phase batch seq policy hardware weight_bytes kv_bytes kv_on_host budget_bytes
 min_budget_bytes peak_bytes host_bytes entry_reloaded_bytes reloaded_bytes offloaded_bytes
 kv_copied_bytes lower_bound_bytes predicted_ns compute_ns transfer_ns lower_bound_ns stall_ns
-num_tasks num_memory_dependencies capture_seconds plan_seconds layout_overhead weights num_ranks
+num_tasks plan_seconds weights num_ranks
 sent_bytes file_bytes least_file_bytes host_ns host_read_bytes lower_bound_alone_ns
 """
 
@@ -45,10 +47,9 @@ def test_json_is_one_object(plan: list[str], model: str, phase: str, cli: Cli) -
     assert found["reloaded_bytes"] < found["entry_reloaded_bytes"]
     assert found["lower_bound_ns"] <= found["predicted_ns"]
     assert found["predicted_ns"] >= found["compute_ns"] + found["stall_ns"]
-    assert found["transfer_ns"] > 0 and found["num_memory_dependencies"] > 0
+    assert found["transfer_ns"] > 0
     assert found["num_tasks"] > 50
-    assert found["layout_overhead"] >= 1
-    assert found["capture_seconds"] > 0 and found["plan_seconds"] > 0
+    assert found["plan_seconds"] > 0
 
 
 def test_the_host_computes_where_that_is_faster(
@@ -267,11 +268,13 @@ def test_the_least_budget_that_is_named_suffices(plan: list[str], policy: str, c
 # One at full scale.
 
 
-def test_seven_billion_parameters(cli: Cli) -> None:
-    arguments = ["plan", "--model", "llama-2-7b", "--hardware", "v100-16gb"]
+def test_seven_billion_parameters(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ["plan", "--model", "llama-2-7b", "--hardware", "v100-16gb", "--out", file]
     found = cli.json(*arguments, "--device-budget", "50%weights")
     assert found["weight_bytes"] == 2 * 6_738_415_616
     assert found["reloaded_bytes"] <= 1.02 * found["lower_bound_bytes"]
     assert found["predicted_ns"] <= 1.05 * found["lower_bound_ns"]
     assert found["offloaded_bytes"] == 0
-    assert found["layout_overhead"] <= 1.02
+    memgraph = codec.load(file, MemGraph)
+    assert memgraph.peak_bytes <= 1.02 * largest_live_bytes(memgraph)

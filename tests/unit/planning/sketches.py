@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 
 from ds_finepage.graph.memgraph import EdgeKind, MemGraph, Node, Residency
 from ds_finepage.graph.taskgraph import JOIN, Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.policies import policy_named
 from ds_finepage.planning.problem import Problem
+from ds_finepage.reporting.memory import change_at
 
 KINDS = {kind.value[0]: kind for kind in BufferKind}  # w(eight), s(tate), a(ctivation), ...
 
@@ -87,6 +89,11 @@ def offsets(memgraph: MemGraph) -> dict[str, int]:
         for name, node in zip(names(memgraph), memgraph.nodes, strict=True)
         if node.extent is not None and name.split()[0] in ("alloc", "resident")
     }
+
+
+def largest_live_bytes(memgraph: MemGraph) -> int:
+    """Return the largest sum of extents that are allocated together, in the order of nodes."""
+    return max(accumulate(map(change_at, memgraph.nodes)), default=0)
 
 
 def plan(

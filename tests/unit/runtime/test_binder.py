@@ -244,9 +244,7 @@ def by_hand() -> None:
 
 
 def by_forecast() -> None:
-    captured = whatif.CapturedModel(
-        model="chain", phase="decode", batch=1, seq=1, graph=GRAPH, capture_seconds=0
-    )
+    captured = whatif.CapturedModel(model="chain", phase="decode", batch=1, seq=1, graph=GRAPH)
     budget = captured.needs.non_arena_bytes + ARENA
     whatif.plan_captured(captured, budget_bytes=budget, profile=PROFILE)
 
