@@ -25,7 +25,9 @@ def main(words: list[str]) -> None:
         hardware=profile,
         dtype=str(DTYPE).removeprefix("torch."),
     )
-    print(json.dumps(modeller.settings("zero-persistence")))
+    engine = modeller.engine("zero-persistence")
+    assert engine is not None
+    print(json.dumps(engine.keys))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ds_finepage.config import DeviceBudget
@@ -140,14 +139,14 @@ class Modeller:
         self._found: dict[str, EngineSettings] = {}
 
     def figures(
-        self, policy: str, settings: Mapping[str, Any] | None = None
+        self, policy: str, engine: EngineSettings | None = None
     ) -> tuple[PhaseFigures, PhaseFigures]:
         """Model the prefill and the decode step.
 
         Args:
             policy: A key of ``POLICIES``, or "" for an engine that keeps everything on the device.
-            settings: Settings of the system that a policy stands for, by key, which it takes
-                instead of its own. Other keys are ignored, and so are all for other policies.
+            engine: Settings of the system that the policy stands for; None takes those of
+                :meth:`engine`.
 
         Returns:
             Modelled time, modelled bytes to the device, and both lower bounds of a steady pass.
@@ -156,11 +155,11 @@ class Modeller:
             ConfigError: Unknown policy.
             PlanInfeasibleError: The budget is too small for the policy; the error says why.
         """
-        prefill, decode = self.planned(policy, settings)
+        prefill, decode = self.planned(policy, engine)
         return _of(prefill.figures), _of(decode.figures)
 
     def planned(
-        self, policy: str, settings: Mapping[str, Any] | None = None
+        self, policy: str, engine: EngineSettings | None = None
     ) -> tuple[PlannedModel, PlannedModel]:
         """Plan the prefill and the decode step; the arguments are those of :meth:`figures`.
 
@@ -168,9 +167,7 @@ class Modeller:
             ConfigError: Unknown policy.
             PlanInfeasibleError: The budget is too small for the policy; the error says why.
         """
-        engine = self._engine(policy)
-        if engine is not None and settings:
-            engine = engine.with_keys(settings)
+        engine = engine or self.engine(policy)
         return self.first(policy, engine), self.step(policy, engine)
 
     def first(self, policy: str, engine: EngineSettings | None = None) -> PlannedModel:
@@ -207,22 +204,16 @@ class Modeller:
         least = max(min(form.needs.min_budget_bytes for form, _ in forms) for forms in whole)
         return least, max(captured.needs.needed_budget_bytes for captured in both)
 
-    def settings(self, policy: str) -> dict[str, int]:
-        """Return the settings with which another system does as a policy says.
+    def engine(self, policy: str) -> EngineSettings | None:
+        """Return the settings of the system that a policy stands for, the same in both passes.
 
         Args:
-            policy: A key of ``POLICIES``: ``zero*`` has keys of ``zero_optimization``,
-                ``accelerate-map`` the number of modules on the device, and others none.
+            policy: As for :meth:`figures`; one that stands for no other system has none.
 
         Raises:
             ConfigError: Unknown policy.
             PlanInfeasibleError: The budget is too small whatever the settings.
         """
-        found = self._engine(policy)
-        return {} if found is None else found.keys
-
-    def _engine(self, policy: str) -> EngineSettings | None:
-        """Return the settings of another system, which has the same ones in both passes."""
         if not policy:
             return None
         choose = policy_named(policy).engine_settings

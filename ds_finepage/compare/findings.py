@@ -184,7 +184,7 @@ def planned_by(modeller: Any, policies: Sequence[str]) -> dict[str, list[MemoryR
     found: dict[str, list[MemoryRow]] = {PREFILL: [], DECODE: []}
     for policy in policies:
         try:
-            planned = modeller.planned(policy, modeller.settings(policy))
+            planned = modeller.planned(policy)
             rows = [memory_row(each.memgraph, each.timeline) for each in planned]
         except FinepageError as error:
             rows = [refused_row(policy, error)] * len(found)
@@ -217,7 +217,7 @@ def budget_lines(modeller: Any, num_budgets: int, progress: Progress) -> dict[st
 def decode_ns(modeller: Any, policy: str) -> int | None:
     """Return the modelled time of a decode step; None if the budget is too small."""
     try:
-        time_ns = modeller.figures(policy, modeller.settings(policy))[1].modelled_ns
+        time_ns = modeller.figures(policy)[1].modelled_ns
     except FinepageError:
         return None
     assert time_ns is None or isinstance(time_ns, int)

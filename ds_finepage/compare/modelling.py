@@ -62,14 +62,15 @@ def model_arm(arm: Arm, modeller: Any) -> Modelled:
     settings: dict[str, int] | None = None
     refusal: PlanInfeasibleError | None = None
     try:
-        settings = modeller.settings(arm.policy)
-        prefill, decode = modeller.figures(arm.policy, settings)
+        engine = modeller.engine(arm.policy)
+        settings = {} if engine is None else engine.keys
+        prefill, decode = modeller.figures(arm.policy, engine)
     except PlanInfeasibleError as error:
         refusal = error.bare()
         if settings is None:
             return Modelled(refusal=refusal, can_run=False)
         try:
-            prefill, decode = modeller.at(AMPLE).figures(arm.policy, settings)
+            prefill, decode = modeller.at(AMPLE).figures(arm.policy, engine)
         except PlanInfeasibleError:
             return Modelled(settings=settings, refusal=refusal)
     except Exception as error:  # a fault of one policy must not end the other arms

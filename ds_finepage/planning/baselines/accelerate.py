@@ -17,10 +17,9 @@ Source: ``AlignDevicesHook`` in ``hooks.py``, ``dispatch_model`` in ``big_modeli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph, block_of
@@ -41,10 +40,6 @@ class MapSettings:
     def keys(self) -> dict[str, int]:
         """The settings by name."""
         return {"modules_on_device": self.modules_on_device}
-
-    def with_keys(self, keys: Mapping[str, Any]) -> MapSettings:
-        """Return these settings with those of some keys; others are ignored."""
-        return MapSettings(int(keys.get("modules_on_device", self.modules_on_device)))
 
 
 def map_settings(passes: Sequence[tuple[Problem, int]]) -> MapSettings:

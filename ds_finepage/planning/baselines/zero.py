@@ -22,11 +22,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import ITEMSIZE, BufferKind, Ref, TaskGraph
 from ds_finepage.planning.baselines.modules import Module, walk
@@ -62,25 +60,8 @@ class ZeroSettings:
     @property
     def keys(self) -> dict[str, int]:
         """The settings as keys of ``zero_optimization`` in a ds_config."""
-        return {f"stage3_{name}": getattr(self, name) for name in _COUNTS}
-
-    def with_keys(self, keys: Mapping[str, Any]) -> ZeroSettings:
-        """Return these settings with some keys of ``zero_optimization``; others are ignored.
-
-        Raises:
-            ConfigError: A setting is not a whole number of elements.
-        """
-        found: dict[str, Any] = {}
-        for name in _COUNTS:
-            number = keys.get(f"stage3_{name}", getattr(self, name))
-            is_count = type(number) in (int, float) and number >= 0 and number % 1 == 0
-            if not is_count:
-                raise ConfigError(f"zero_optimization.stage3_{name}: {number!r} is not a count.")
-            found[name] = int(number)
-        return dataclasses.replace(self, **found)
-
-
-_COUNTS = tuple(f.name for f in dataclasses.fields(ZeroSettings) if f.name != "leaf_classes")
+        names = (f.name for f in dataclasses.fields(self) if f.name != "leaf_classes")
+        return {f"stage3_{name}": getattr(self, name) for name in names}
 
 
 def authors_settings(graph: TaskGraph) -> ZeroSettings:

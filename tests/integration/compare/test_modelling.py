@@ -17,7 +17,7 @@ from ds_finepage.whatif import CapturedModel, problem_of
 from tests.integration.cli.models import card, small_model
 
 OTHERS = [p for p in POLICIES if p != "zero"]
-SMALL = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+SMALL = ZeroSettings(prefetch_bucket_size=0, param_persistence_threshold=0)
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +80,18 @@ def test_an_engine_with_everything_on_the_device_copies_nothing(tight: Modeller)
         ns, nbytes, _, bound_bytes = numbers(figures)
         assert nbytes == bound_bytes == 0
         assert 0 < ns < numbers(paged)[0]
-    assert tight.settings("") == {}
+    assert tight.engine("") is None
 
 
 def test_a_device_map_is_the_same_in_both_passes(folder: Path) -> None:
     """The prefill of 64 tokens leaves room for fewer modules than the decode step."""
     long = modeller(folder, batch=8, prompt_tokens=64, device_budget="120%weights")
-    kept = long.settings("accelerate-map")["modules_on_device"]
+    kept = long.engine("accelerate-map")
     in_prefill, in_decode = (modules_alone(long, c) for c in (long.prefill, long.decode))
-    assert kept == in_prefill < in_decode
-    assert [p.engine for p in long.planned("accelerate-map")] == [MapSettings(kept)] * 2
-    fewer, more = (
-        long.planned("accelerate-map", {"modules_on_device": n})[1] for n in (0, in_prefill)
-    )
+    assert kept == MapSettings(in_prefill) and in_prefill < in_decode
+    assert kept.keys == {"modules_on_device": in_prefill}
+    assert [p.engine for p in long.planned("accelerate-map")] == [kept] * 2
+    fewer, more = (long.planned("accelerate-map", MapSettings(n))[1] for n in (0, in_prefill))
     assert fewer.figures.reloaded_bytes > more.figures.reloaded_bytes
 
 
@@ -105,17 +104,11 @@ def modules_alone(long: Modeller, captured: CapturedModel) -> int:
 
 
 def test_settings_that_are_copied_give_the_same_figures(tight: Modeller) -> None:
-    keys = tight.settings("zero-persistence")
-    assert sorted(keys) == [
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_model_persistence_threshold",
-        "stage3_param_persistence_threshold",
-        "stage3_prefetch_bucket_size",
-    ]
-    assert tight.figures("zero", keys) == tight.figures("zero-persistence")
-    assert tight.settings("zero") == ZeroSettings().keys
-    assert tight.settings("finepage") == tight.settings("static") == {}
+    engine = tight.engine("zero-persistence")
+    assert engine != ZeroSettings()
+    assert tight.figures("zero", engine) == tight.figures("zero-persistence")
+    assert tight.engine("zero") == ZeroSettings()
+    assert tight.engine("finepage") is tight.engine("static") is None
 
 
 def test_settings_of_the_user_take_the_place_of_the_defaults(tight: Modeller) -> None:
@@ -148,10 +141,10 @@ def test_a_budget_below_every_working_set_is_refused(folder: Path) -> None:
         with pytest.raises(PlanInfeasibleError):
             tiny.figures(policy)
     with pytest.raises(PlanInfeasibleError):
-        tiny.settings("zero-persistence")
+        tiny.engine("zero-persistence")
 
 
 def test_an_unknown_policy_is_refused(tight: Modeller) -> None:
-    for ask in (tight.figures, tight.settings):
+    for ask in (tight.figures, tight.engine):
         with pytest.raises(ConfigError, match="unknown policy 'zeros'"):
             ask("zeros")

@@ -120,7 +120,7 @@ def test_ours_packs_by_the_key_and_holds_a_share_of_the_packed_weights(
 
 def test_modules_that_stay_are_counted_packed(compared: Compared) -> None:
     packed, unpacked = (
-        models_of(compared.folder, c).at("3MiB").settings("accelerate-map")["modules_on_device"]
+        models_of(compared.folder, c).at("3MiB").engine("accelerate-map").modules_on_device
         for c in (PACKED, DS_CONFIG)
     )
     assert 0 < unpacked < packed

@@ -46,11 +46,7 @@ def row_of(policy: str) -> MemoryRow:
 class FakePlanner:
     """Plans the passes of another model than that of the folder."""
 
-    def settings(self, policy: str) -> dict[str, int]:
-        return {"of": len(policy)}
-
-    def planned(self, policy: str, settings: dict[str, int]) -> Any:
-        assert settings == {"of": len(policy)}
+    def planned(self, policy: str) -> Any:
         if policy == "zero-persistence":
             raise PlanInfeasibleError("it has no room")
         return planned(policy), planned("horizon")
@@ -117,13 +113,10 @@ class FakeModeller:
     def at(self, device_budget: str) -> FakeModeller:
         return FakeModeller(device_budget)
 
-    def settings(self, policy: str) -> dict[str, int]:
-        return {"of": int(self.percent)} if policy == "zero-persistence" else {}
-
-    def figures(self, policy: str, settings: dict[str, int]) -> Any:
+    def figures(self, policy: str) -> Any:
         if policy == "zero" and self.percent < 100:
             raise PlanInfeasibleError("too small")
-        slower = settings.get("of", 0)  # searched for this budget
+        slower = int(self.percent) if policy == "zero-persistence" else 0
         return None, PhaseFigures(modelled_ns=int(200 - self.percent) + slower)
 
 

@@ -20,6 +20,7 @@ from ds_finepage.compare.modelling import modelled_dtype
 from ds_finepage.compare.orchestrate import Comparison, checkpoint_in, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
+from ds_finepage.planning.baselines.accelerate import MapSettings
 from ds_finepage.reporting.results import (
     LOG_FILE,
     CompareSettings,
@@ -49,12 +50,13 @@ class FakeModeller:
         other.is_small = False
         return other
 
-    def settings(self, policy: str) -> dict[str, int]:
+    def engine(self, policy: str) -> MapSettings | None:
         if self.is_small and policy in self.tuned:
             raise PlanInfeasibleError(f"no settings of {policy} have room")
-        return {"stage3_max_live_parameters": 7} if policy == "zero" else {}
+        return MapSettings(7) if policy == "zero" else None
 
-    def figures(self, policy: str, settings: Any) -> tuple[PhaseFigures, PhaseFigures]:
+    def figures(self, policy: str, engine: Any) -> tuple[PhaseFigures, PhaseFigures]:
+        assert engine == (MapSettings(7) if policy == "zero" else None)
         if policy in self.broken:
             raise IndexError("no such buffer\nand more")
         if self.is_small and policy in self.large:
@@ -132,7 +134,7 @@ def test_every_arm_runs_once_with_the_same_request(fake: Fake) -> None:
     assert found == load_results(fake.folder)
     plain, zero, ours, *_ = fake.requests
     assert plain.prompt_ids == zero.prompt_ids and len(plain.prompt_ids[0]) == 8
-    assert zero.settings == {"stage3_max_live_parameters": 7} and ours.settings == {}
+    assert zero.settings == {"modules_on_device": 7} and ours.settings == {}
     same = dataclasses.replace(zero, arm="finepage", settings={})
     assert ours == same
     assert ours.ds_config == DS_CONFIG and ours.budget_bytes == 1000
@@ -250,17 +252,18 @@ def test_a_fault_of_one_policy_is_a_note_of_its_arm(
     plain, zero, ours = fake.comparison().run().runs
     assert zero.notes == ("not modelled: IndexError: no such buffer",)
     assert zero.reason is None and zero.decode == PhaseFigures(h2d_bytes=5, wall_ns=9)
-    assert fake.requests[1].settings == {"stage3_max_live_parameters": 7}
+    assert fake.requests[1].settings == {"modules_on_device": 7}
     assert plain.notes == () == ours.notes and ours.decode.modelled_ns == 16
 
 
 def test_a_fault_in_the_search_of_settings_is_the_reason_of_its_arm(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def settings(self: FakeModeller, policy: str) -> dict[str, int]:
-        return {} if policy != "zero" else {}[policy]
+    def engine(self: FakeModeller, policy: str) -> None:
+        if policy == "zero":
+            raise KeyError(policy)
 
-    monkeypatch.setattr(FakeModeller, "settings", settings)
+    monkeypatch.setattr(FakeModeller, "engine", engine)
     _, zero, ours = fake.comparison().run().runs
     assert zero.reason == "not modelled: KeyError: 'zero'" and zero.notes == ()
     assert ours.reason is None and [name for name, _ in fake.arms] == ["plain", "finepage"]
