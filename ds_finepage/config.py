@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -26,6 +25,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from ds_finepage.errors import ConfigError
@@ -245,34 +245,24 @@ class HostBudget(_Budget):
         return int(self.amount * (all_bytes if self.kind is BudgetKind.HOST else 1))
 
 
-_S = TypeVar("_S", bound="_Settings")
-
-
 class _Settings(BaseModel):
     """Settings by name; strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    @classmethod
-    def _read(cls: type[_S], value: Mapping[Any, Any], name: str, context: Any = None) -> _S:
-        """Validate an object; errors name the setting."""
-        try:
-            return cls.model_validate(dict(value), context=context)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            cause = first.get("ctx", {}).get("error")
-            if isinstance(cause, ConfigError):
-                raise cause from None
-            key, given = first["loc"][0], first["input"]
-            if key in DELETED and name == SECTION:
-                raise ConfigError(f"{name}.{key} is gone: {DELETED[key]}") from None
-            if first["type"] in ("extra_forbidden", "invalid_key"):
-                known = did_you_mean(key, cls.model_fields)
-                raise ConfigError(f"{name}: unknown key {key!r}. {known}") from None
-            expected = str(first.get("ctx", {}).get("expected", "")).replace("'", '"')
-            message = _MESSAGES.get(first["type"], first["msg"] + ".")
-            message = message.replace("{expected}", expected)
-            raise ConfigError(f"{name}.{key}: {given!r} {message}") from None
+
+class DebugConfig(_Settings):
+    """Checks that cost time and change no result. ``true`` stands for NaN and seed 0."""
+
+    poison_vacated: bool = False  # fill vacated extents with NaN
+    lane_delay_seed: int | None = None  # delay lanes at random; None: never
+    max_lane_delay_us: NonNegativeInt = 200  # microseconds; longest of these delays
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> DebugConfig:
+        if self.lane_delay_seed is None and "max_lane_delay_us" in self.model_fields_set:
+            logger.warning("finepage.debug: max_lane_delay_us has no effect without a seed")
+        return self
 
 
 _MESSAGES = {
@@ -282,46 +272,12 @@ _MESSAGES = {
     "literal_error": "is unknown. Write {expected}.",
     "greater_than": "is not above 0.",
     "multiple_of": "is odd. Write an even number.",
+    "model_type": "is neither true nor false nor an object. "
+    f"Keys: {', '.join(DebugConfig.model_fields)}.",
     "string_type": "is not a text. Write a name in quotes.",
     "string_pattern_mismatch": "is not a text. Write a name in quotes.",
 }
 """Endings of messages, by pydantic's type of an error."""
-
-
-class DebugConfig(_Settings):
-    """Checks that cost time and change no result."""
-
-    poison_vacated: bool = False  # fill vacated extents with NaN
-    lane_delay_seed: int | None = None  # delay lanes at random; None: never
-    max_lane_delay_us: NonNegativeInt = 200  # microseconds; longest of these delays
-
-    @classmethod
-    def parse(cls, value: object) -> DebugConfig:
-        """Read the setting.
-
-        Args:
-            value: ``false``: all off. ``true``: vacated extents are poisoned, lanes are delayed
-                with seed 0. Or an object with any of the fields.
-
-        Raises:
-            ConfigError: Another type, an unknown key, or a negative delay.
-        """
-        name = f"{SECTION}.debug"
-        if isinstance(value, DebugConfig):
-            return value
-        if isinstance(value, bool):
-            return cls(poison_vacated=True, lane_delay_seed=0) if value else cls()
-        if not isinstance(value, Mapping):
-            known = ", ".join(cls.model_fields)
-            raise ConfigError(
-                f"{name}: {value!r} is neither true nor false nor an object. Keys: {known}."
-            )
-        found = cls._read(value, name)
-        if found.lane_delay_seed is None and "max_lane_delay_us" in found.model_fields_set:
-            logger.warning(
-                "%s.max_lane_delay_us has no effect: %s.lane_delay_seed is not set", name, name
-            )
-        return found
 
 
 class FinepageConfig(_Settings):
@@ -348,7 +304,7 @@ class FinepageConfig(_Settings):
     draft: Annotated[str, Field(pattern=r"\S")] = (
         "off"  # what drafts tokens for the model to check: "stand-in", "auto" or a folder
     )
-    debug: Annotated[DebugConfig, BeforeValidator(DebugConfig.parse)] = DebugConfig()
+    debug: DebugConfig = DebugConfig()
     report: Annotated[str, Field(pattern=r"\S")] | None = (
         None  # folder that gets the figures, timelines and pictures of the run
     )
@@ -362,6 +318,13 @@ class FinepageConfig(_Settings):
                 f"{SECTION}.policy: unknown policy {policy!r}. {did_you_mean(policy, known)}"
             )
         return policy
+
+    @field_validator("debug", mode="before")
+    @classmethod
+    def _switched(cls, debug: object) -> object:
+        if isinstance(debug, bool):
+            return {"poison_vacated": True, "lane_delay_seed": 0} if debug else {}
+        return dict(debug) if isinstance(debug, Mapping) else debug
 
     @classmethod
     def from_dict(cls, section: object, *, policies: Collection[str]) -> FinepageConfig:
@@ -385,7 +348,28 @@ class FinepageConfig(_Settings):
             raise ConfigError(
                 f"{SECTION}: this is a whole ds_config. Give what its key {SECTION!r} has."
             )
-        return cls._read(section, SECTION, {"policies": policies})
+        try:
+            return cls.model_validate(dict(section), context={"policies": policies})
+        except ValidationError as error:
+            raise _config_error(error) from None
+
+
+def _config_error(error: ValidationError) -> ConfigError:
+    """Name the setting of the first error, and what to write."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    *outer, key = first["loc"]
+    if key in DELETED and not outer:
+        return ConfigError(f"{SECTION}.{key} is gone: {DELETED[key]}")
+    name = ".".join([SECTION, *map(str, outer)])
+    if first["type"] in ("extra_forbidden", "invalid_key"):
+        known = (DebugConfig if outer else FinepageConfig).model_fields
+        return ConfigError(f"{name}: unknown key {key!r}. {did_you_mean(key, known)}")
+    expected = str(first.get("ctx", {}).get("expected", "")).replace("'", '"')
+    message = _MESSAGES.get(first["type"], first["msg"] + ".").replace("{expected}", expected)
+    return ConfigError(f"{name}.{key}: {first['input']!r} {message}")
 
 
 def section_of(ds_config: Mapping[str, Any]) -> object:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, get_args
 
 import pytest
@@ -202,6 +203,7 @@ def test_a_percentage_is_kept_exactly() -> None:
         ({}, DebugConfig()),
         (True, DebugConfig(poison_vacated=True, lane_delay_seed=0)),
         ({"poison_vacated": True}, DebugConfig(poison_vacated=True)),
+        (MappingProxyType({"poison_vacated": True}), DebugConfig(poison_vacated=True)),
         ({"lane_delay_seed": None}, DebugConfig()),
         (
             {"lane_delay_seed": 7, "max_lane_delay_us": 50},
@@ -211,7 +213,7 @@ def test_a_percentage_is_kept_exactly() -> None:
 )
 def test_debug_takes_a_switch_or_an_object(value: object, debug: DebugConfig) -> None:
     assert read({"debug": value}).debug == debug
-    assert DebugConfig.parse(debug) is debug
+    assert read({"debug": debug}).debug is debug
 
 
 @pytest.mark.parametrize(
@@ -221,6 +223,7 @@ def test_debug_takes_a_switch_or_an_object(value: object, debug: DebugConfig) ->
         (1, "neither true nor false nor an object"),
         (None, "neither true nor false nor an object"),
         ({"poison": True}, "unknown key 'poison'.*Did you mean 'poison_vacated'"),
+        ({3: True}, r"^finepage\.debug: unknown key 3\. Known: poison_vacated, lane_delay_seed"),
         ({"poison_vacated": 1}, r"finepage\.debug\.poison_vacated: 1 is not a truth value"),
         ({"lane_delay_seed": True}, r"finepage\.debug\.lane_delay_seed: True is not a whole"),
         ({"lane_delay_seed": 1.5}, "not a whole number"),

@@ -50,4 +50,6 @@ def test_cuda_pins_and_takes_what_is_free() -> None:
 
 
 def test_debug_turns_everything_on() -> None:
-    assert read(named("finepage_debug")).debug == DebugConfig.parse(True)
+    assert read(named("finepage_debug")).debug == DebugConfig(
+        poison_vacated=True, lane_delay_seed=0
+    )
