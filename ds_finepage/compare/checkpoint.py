@@ -1,19 +1,15 @@
 """Makes a checkpoint with a tokenizer; nothing is downloaded.
 
-    python -m ds_finepage.compare.checkpoint FOLDER MODEL NUM_LAYERS
-
-It has the shape of MODEL, a shipped name or a config.json, with that many layers, 0 for all.
 Weights are random, from a fixed seed, and spread widely enough for greedy tokens to vary. The
 tokenizer is trained on the source of this package.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from ds_finepage.errors import ConfigError, FinepageError
+from ds_finepage.errors import ConfigError
 from ds_finepage.units import format_bytes
 
 SEED = 0
@@ -56,6 +52,7 @@ def make_checkpoint(folder: Path, model: str, num_layers: int = 0) -> None:
     import psutil
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from ds_finepage.capture.models import load_model_config
 
@@ -77,19 +74,7 @@ def make_checkpoint(folder: Path, model: str, num_layers: int = 0) -> None:
             f"weights; {format_bytes(free_bytes)} of host memory are free. Give fewer --layers."
         )
     make_tokenizer(folder, min(config.vocab_size, MOST_TOKENS))
+    logging.disable_progress_bar()
     torch.manual_seed(SEED)
     made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(folder)
-
-
-def main(arguments: list[str]) -> None:
-    """Write a checkpoint."""
-    folder, model, num_layers = arguments
-    make_checkpoint(Path(folder), model, int(num_layers))
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except FinepageError as error:
-        sys.exit(f"ds_finepage: {error}")

@@ -17,6 +17,7 @@ from rich.console import Console
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.capture.shipped import model_names
 from ds_finepage.compare.arms import ARMS, PLAIN, Arm
+from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.compare.engine import REQUESTS, Prompts, RunRequest
 from ds_finepage.compare.modelling import Modelled, model_arm, modeller_of, require_some_arm
 from ds_finepage.compare.processes import last_line, run_process
@@ -121,12 +122,10 @@ class Comparison:
         folder, unfinished = self._folder / MODEL_FOLDER, self._folder / f"{MODEL_FOLDER}.part"
         if not folder.exists():
             with self._step(f"making random weights for {Path(name).name}"):
-                module = "ds_finepage.compare.checkpoint"
-                layers = str(self._settings.layers or 0)
-                log = self._folder / "model.log"
-                status = run_process(["-m", module, str(unfinished), name, layers], log)
-                if status:
-                    raise ConfigError(last_line(log).removeprefix("ds_finepage: "))
+                try:
+                    make_checkpoint(unfinished, name, self._settings.layers or 0)
+                except Exception as error:  # of any library; the disk may be full
+                    raise ConfigError(reason_of(error)) from error
                 unfinished.rename(folder)
         return checkpoint_in(folder)
 

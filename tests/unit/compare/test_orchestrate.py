@@ -310,33 +310,40 @@ def test_a_folder_that_cannot_be_made_is_an_error(fake: Fake) -> None:
 
 def test_a_shipped_name_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Fake(tmp_path)
-    calls: list[list[str]] = []
+    calls: list[tuple[Path, str, int]] = []
 
-    def make(arguments: Sequence[str], log: Path) -> int:
-        calls.append(list(arguments))
-        folder = Path(arguments[2])
+    def make(folder: Path, model: str, num_layers: int) -> None:
+        calls.append((folder, model, num_layers))
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(CONFIG))
         (folder / "model.safetensors").touch()
-        return 0
 
-    monkeypatch.setattr(orchestrate, "run_process", make)
+    monkeypatch.setattr(orchestrate, "make_checkpoint", make)
     for _ in range(2):
         assert made.comparison()._checkpoint() == tmp_path / "model"
-    part = str(tmp_path / "model.part")
-    assert calls == [["-m", "ds_finepage.compare.checkpoint", part, "llama-7b", "2"]]
+    assert calls == [(tmp_path / "model.part", "llama-7b", 2)]
 
 
-def test_a_shipped_name_without_room_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("it has no room"), "^it has no room$"),
+        (OSError(28, "No space left on device"), "^OSError: .*No space left on device$"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_made_is_refused(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(arguments: Sequence[str], log: Path) -> int:
-        log.write_text("loading\nds_finepage: it has no room\n")
-        return 1
+    def fail(folder: Path, *_: object) -> None:
+        folder.mkdir()
+        raise error
 
-    monkeypatch.setattr(orchestrate, "run_process", fail)
-    with pytest.raises(ConfigError, match="^it has no room"):
-        Fake(tmp_path).comparison()._checkpoint()
+    monkeypatch.setattr(orchestrate, "make_checkpoint", fail)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            Fake(tmp_path).comparison()._checkpoint()
+        assert not (tmp_path / "model").exists()
+        (tmp_path / "model.part").rmdir()
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
