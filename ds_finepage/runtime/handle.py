@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.planning.policies import POLICIES
 from ds_finepage.planning.simulator import simulate
-from ds_finepage.reporting.rank_figures import RankFigures, rank_table
 from ds_finepage.reporting.results import ObservedPass
 from ds_finepage.runtime.calls import AroundCall, CallTaker
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.drafts import Draft
 from ds_finepage.runtime.interception import PlannedCall
 from ds_finepage.runtime.plan_runner import PlanRunner
+from ds_finepage.runtime.rank_table import rank_table
 from ds_finepage.runtime.ranks import Ranks
 from ds_finepage.runtime.report_writer import ReportWriter
 from ds_finepage.runtime.settings import RunSettings
@@ -156,8 +156,7 @@ class Handle:
             RankError: Another rank is gone.
         """
         with self._calls.lock:
-            found = self._ranks.of_all(astuple(self.stats.of_rank))
-        return rank_table([RankFigures(*numbers) for numbers in found])
+            return rank_table(self._ranks, self.stats)
 
     def record(self, on: bool = True) -> None:
         """Record the timelines of all later passes that run by plan, or stop.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ds_finepage.reporting.rank_figures import RankFigures
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassStats:
@@ -117,17 +115,3 @@ class Stats:
     def needed_budget_bytes(self) -> int:
         """The budget under which every pass so far runs with all weights resident."""
         return max((p.needed_budget_bytes for p in self.passes), default=0)
-
-    @property
-    def of_rank(self) -> RankFigures:
-        """The figures that ranks compare."""
-        return RankFigures(
-            weight_bytes=self.weight_bytes,
-            budget_bytes=self.budget_bytes,
-            min_budget_bytes=self.min_budget_bytes,
-            reloaded_bytes=self.reloaded_bytes,
-            offloaded_bytes=self.offloaded_bytes,
-            num_plans=self.num_plans,
-            num_runs=sum(p.num_runs for p in self.passes),
-            num_unplanned=self.num_unplanned_graphs + self.num_unplanned_modules,
-        )
