@@ -122,6 +122,9 @@ def modeller_of(folder: Path, settings: CompareSettings, batch: int) -> Modeller
     """
     ds_config = json.loads(settings.ds_config)
     section = ds_config.get(SECTION, {})
+    config = load_model_config(str(folder))
+    # The dtype that runs is modelled, or the fast one of the same size.
+    config.dtype = dtype_of(ds_config)
     return Modeller(
         str(folder),
         batch=batch,
@@ -129,25 +132,9 @@ def modeller_of(folder: Path, settings: CompareSettings, batch: int) -> Modeller
         new_tokens=settings.new_tokens,
         device_budget=settings.device_budget,
         hardware=settings.hardware,
-        dtype=modelled_dtype(folder, ds_config, settings.hardware),
+        dtype=default_dtype(config, load_profile(settings.hardware)),
         split=bool(section.get("split")),
         weights=section.get("weights"),
         weights_group=section.get("weights_group", GROUP),
         num_ranks=settings.num_ranks,
     )
-
-
-def modelled_dtype(folder: Path, ds_config: Mapping[str, Any], hardware: str) -> str:
-    """Return the dtype to model: the one that runs, or the fast one of the same size.
-
-    Args:
-        folder: The folder of the checkpoint.
-        ds_config: The user's ds_config.
-        hardware: The profile that times are modelled for.
-
-    Raises:
-        ConfigError: The config or the profile cannot be used.
-    """
-    config = load_model_config(str(folder))
-    config.dtype = dtype_of(ds_config)
-    return default_dtype(config, load_profile(hardware))

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ds_finepage.compare import orchestrate
+from ds_finepage.compare import modelling, orchestrate
 from ds_finepage.compare.engine import REQUESTS, RunRequest
-from ds_finepage.compare.modelling import modelled_dtype
 from ds_finepage.compare.orchestrate import Comparison, checkpoint_in, make_prompts
 from ds_finepage.compare.worker import RUN_FILE, RUNS, TOKENS_FILE
 from ds_finepage.errors import ConfigError, PlanInfeasibleError
@@ -29,7 +28,7 @@ from ds_finepage.reporting.results import (
     load_results,
     run_folder,
 )
-from tests.unit.compare.runs import DS_CONFIG, results, run
+from tests.unit.compare.runs import DS_CONFIG, results, run, settings
 
 TOKENS = [[[1, 2, 3]], [[1, 2, 3]]]
 
@@ -375,10 +374,17 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_dtype_that_runs_is_modelled(
-    tmp_path: Path, ds_config: Any, hardware: str, expected: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ds_config: dict[str, Any],
+    hardware: str,
+    expected: str,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert modelled_dtype(tmp_path, ds_config, hardware) == expected
+    monkeypatch.setattr(modelling, "Modeller", lambda *_, **given: given)
+    asked = settings(ds_config=json.dumps(ds_config), hardware=hardware)
+    given: Any = modelling.modeller_of(tmp_path, asked, 1)
+    assert (given["dtype"], given["hardware"]) == (expected, hardware)
 
 
 def test_prompts_are_the_same_every_time_and_differ_from_row_to_row(tmp_path: Path) -> None:
