@@ -114,33 +114,16 @@ def make_curves(made: Sequence[Making], num_points: int) -> list[Curve]:
         return [curve_through(found, each) for each, found in points.items()]
 
 
-class Planner:
-    """Plans both passes of a model under many budgets, and none twice."""
-
-    def __init__(self, policy: str, modeller: Modeller) -> None:
-        self.ends = modeller.ends(policy)
-        self._modeller = modeller
-        self._policy = policy
-        self._points: dict[int, Point] = {}
-
-    def point(self, budget_bytes: int) -> Point:
-        """Plan both passes; budgets with room for everything have one plan."""
-        enough = min(budget_bytes, self.ends[1])
-        if enough not in self._points:
-            self._points[enough] = Point.of(*self._modeller.at(enough).planned(self._policy))
-        return replace(self._points[enough], budget_bytes=budget_bytes)
-
-
 Making = tuple[str, tuple[tuple[str, Any], ...]]
 """A policy, and the settings of a :class:`Modeller`."""
 
 
 @cache
-def planner_of(policy: str, settings: tuple[tuple[str, Any], ...]) -> Planner:
+def modeller_of(settings: tuple[tuple[str, Any], ...]) -> Modeller:
     """Capture both passes of a model; a process captures them once."""
     from ds_finepage.modeller import Modeller  # imports torch: check the options first
 
-    return Planner(policy, Modeller(**dict(settings)))
+    return Modeller(**dict(settings))
 
 
 def begin() -> None:
@@ -149,14 +132,24 @@ def begin() -> None:
     quieten_libraries()
 
 
+@cache
 def ends_of(made: Making) -> tuple[int, int]:
     """Return the smallest budget, and the one that pages nothing."""
-    return planner_of(*made).ends
+    policy, settings = made
+    return modeller_of(settings).ends(policy)
+
+
+@cache
+def planned(made: Making, budget_bytes: int) -> Point:
+    """Plan both passes under a budget; none is planned twice."""
+    policy, settings = made
+    return Point.of(*modeller_of(settings).at(budget_bytes).planned(policy))
 
 
 def point_of(made: Making, budget_bytes: int) -> Point:
-    """Plan under a budget."""
-    return planner_of(*made).point(budget_bytes)
+    """Return the point of a budget; those with room for everything have one plan."""
+    enough = min(budget_bytes, ends_of(made)[1])
+    return replace(planned(made, enough), budget_bytes=budget_bytes)
 
 
 def curve_through(points: Sequence[Point], made: Making) -> Curve:

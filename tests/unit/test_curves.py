@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ds_finepage.cli.curve import Curve, Planner, at_least_as_good, common_budgets
+from ds_finepage.cli.curve import Curve, at_least_as_good, common_budgets, point_of
 from ds_finepage.cli.grid import Point
 from tests.unit.points import point
 
@@ -35,10 +35,15 @@ class Modelled:
         return found, found
 
 
-def test_no_budget_is_planned_twice() -> None:
-    modelled: Any = Modelled()
-    planner = Planner("finepage", modelled)
-    points = [planner.point(budget) for budget in (10, 20, 10, 50, 200)]
+def test_no_budget_is_planned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    modelled = Modelled()
+    captured: list[object] = []
+    monkeypatch.setattr(
+        "ds_finepage.modeller.Modeller", lambda **given: captured.append(given) or modelled
+    )
+    made = ("finepage", (("model", "of this test"),))
+    points = [point_of(made, budget) for budget in (10, 20, 10, 50, 200)]
+    assert captured == [{"model": "of this test"}]
     assert modelled.asked == [10, 20]  # 20 bytes have room for everything
     assert [p.budget_bytes for p in points] == [10, 20, 10, 50, 200]
     assert [p.tokens_per_s for p in points] == [10, 20, 10, 20, 20]
