@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, **settings: Any) -> int:
         print(json.dumps(asdict(found), indent=2))
         return 0
     output.show(found.to_table())
-    output.show(found.step.to_table())
+    output.show_figures(found.step.title, found.step.lines())
     if arguments.out is not None:
         print(f"picture: {arguments.out}")
     return 0

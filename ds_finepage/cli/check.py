@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
-        output.show_figures(f"the plan is right: {arguments.file}", found)
+        output.show_figures(f"the plan is right: {arguments.file}", found.items())
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -56,17 +56,17 @@ def with_progress(items: Sequence[T]) -> Iterator[T]:
             print(f"planning: {done} of {len(items)}", file=sys.stderr, flush=True)
 
 
-def show_figures(title: str, figures: Mapping[str, Any]) -> None:
+def show_figures(title: str, figures: Iterable[tuple[str, Any]]) -> None:
     """Print figures by name, as a table.
 
     Args:
         title: Stands above the table.
-        figures: The figures; names of sizes end with ``_bytes``, and of shares with ``_share``.
-            Those that are None are left out.
+        figures: Names and figures. Names of sizes end with ``_bytes``, and of shares with
+            ``_share``. Figures that are None are left out.
     """
     table = Table("", "", title=title, title_justify="left", show_header=False)
     table.columns[1].justify = "right"
-    for name, value in figures.items():
+    for name, value in figures:
         base, _, unit = name.rpartition("_")
         label = base if unit in UNITS else name
         if value is not None:

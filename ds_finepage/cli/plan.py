@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(planned.figures) | drafts.as_json(arguments, points), indent=2))
         return 0
-    output.show(planned.figures.to_table())
+    output.show_figures(planned.figures.title, planned.figures.lines())
     drafts.show(arguments, points)
     if is_modelled_packing(arguments.policy, weights):
         print(packing_note(str(weights)))

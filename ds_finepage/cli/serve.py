@@ -125,7 +125,7 @@ def serve(
     room: worth.Room | None = None
     try:
         figures, room = worth.worth_of(arguments.model, budget, profile, clients=clients, **given)
-        output.show_figures(f"{arguments.model} on {device}, predicted", figures)
+        output.show_figures(f"{arguments.model} on {device}, predicted", figures.items())
         if figures["weights_bytes"] > figures["budget_bytes"] and arguments.draft == "off":
             given["kv_cache"] = "host"  # so all requests share their plans, short and long ones
     except CaptureError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_finepage.compare.arms import ARMS, OURS
-from ds_finepage.compare.judge import time_of, winners
+from ds_finepage.compare.judge import winners
 from ds_finepage.errors import ConfigError, FinepageError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
@@ -136,13 +136,12 @@ def fastest(results: Results) -> list[str]:
 
 def best_other(results: Results, ours: Run) -> str:
     """Return the policy of the fastest other system with this batch and budget that has plans."""
-    modelled = results.is_modelled
     timed = [
         (ns, ARMS[run.arm].policy)
         for run in results.runs
         if run.batch == ours.batch and run.arm in ARMS and run.holds_budget
         if ARMS[run.arm].policy and not ARMS[run.arm].is_ours
-        if (ns := time_of(run.decode, modelled=modelled)) is not None
+        if (ns := results.time_of(run.decode)) is not None
     ]
     return min(timed, default=(0, BASELINE))[1]
 

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_finepage.compare.arms import ARMS, OURS
-from ds_finepage.reporting.results import PhaseFigures, Results, Run
+from ds_finepage.reporting.results import Results, Run
 from ds_finepage.units import format_ns
-
-
-def time_of(phase: PhaseFigures, *, modelled: bool) -> int | None:
-    """Return the time that an arm is judged by."""
-    return phase.modelled_ns if modelled else phase.wall_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +49,6 @@ def winners(results: Results, batch: int) -> list[Winner]:
         results: The results.
         batch: Sequences in the batch.
     """
-    modelled = results.is_modelled
     steps = results.settings.new_tokens - 1 if results.settings else 1
     found = []
     for part, num_prefills, num_steps in (
@@ -64,8 +58,8 @@ def winners(results: Results, batch: int) -> list[Winner]:
     ):
         timed = []
         for run in results.runs:
-            first = time_of(run.prefill, modelled=modelled) if num_prefills else 0
-            step = time_of(run.decode, modelled=modelled) if num_steps else 0
+            first = results.time_of(run.prefill) if num_prefills else 0
+            step = results.time_of(run.decode) if num_steps else 0
             if run.batch == batch and run.holds_budget and None not in (first, step):
                 timed.append(((first or 0) + num_steps * (step or 0), run))
         if timed:

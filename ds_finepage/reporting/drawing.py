@@ -77,20 +77,13 @@ def require_packages(purpose: str) -> None:
     Raises:
         ConfigError: One of them is not installed.
     """
-    missing = [name for name in PACKAGES if not _is_installed(name)]
+    missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
             f"{purpose} needs {' and '.join(missing)}, which {verb} not installed. "
             f"Run: pip install 'ds_finepage[{EXTRA}]'"
         )
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ValueError:  # it stands for None in sys.modules
-        return False
 
 
 def png(figure: Figure) -> bytes:

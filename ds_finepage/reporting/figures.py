@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from ds_finepage.graph.collectives import is_collective, traffic_of
 from ds_finepage.graph.memgraph import MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
@@ -75,21 +73,17 @@ class PlanFigures:
         tokens = self.batch * (self.seq if self.phase == "prefill" else 1)
         return tokens * NS_PER_S / self.predicted_ns if self.predicted_ns else 0.0
 
-    def to_table(self) -> Table:
-        """Return the figures as a table for the terminal."""
-        table = Table(
-            title=f"{self.model}, {self.phase}, batch {self.batch}, sequence {self.seq}, "
-            f"{self.policy} on {self.hardware}{of_ranks(self.num_ranks)}",
-            title_justify="left",
-            show_header=False,
+    @property
+    def title(self) -> str:
+        """Model, pass, policy and machine."""
+        return (
+            f"{self.model}, {self.phase}, batch {self.batch}, sequence {self.seq}, "
+            f"{self.policy} on {self.hardware}{of_ranks(self.num_ranks)}"
         )
-        table.add_column("")
-        table.add_column("", justify="right")
-        for label, figure in _LINES:
-            shown = figure(self)
-            if shown is not None:
-                table.add_row(label, shown)
-        return table
+
+    def lines(self) -> list[tuple[str, str | None]]:
+        """Return each figure for the terminal, behind its label; None if the plan has none."""
+        return [(label, figure(self)) for label, figure in _LINES]
 
 
 def of_ranks(num_ranks: int) -> str:

@@ -34,14 +34,9 @@ class MemorySeries:
     nbytes: dict[MemoryKind, tuple[int, ...]]
 
     @property
-    def totals(self) -> tuple[int, ...]:
-        """The bytes of all kinds."""
-        return tuple(map(sum, zip(*self.nbytes.values(), strict=True)))
-
-    @property
     def peak_bytes(self) -> int:
-        """The largest total."""
-        return max(self.totals, default=0)
+        """The most bytes of all kinds together."""
+        return max(map(sum, zip(*self.nbytes.values(), strict=True)), default=0)
 
 
 def memory_over_time(memgraph: MemGraph, timeline: Timeline) -> MemorySeries:

@@ -29,8 +29,8 @@ class Section:
     """Pictures under one heading."""
 
     title: str
-    sentences: tuple[str, ...]
     pictures: tuple[Picture, ...]
+    sentence: str = ""
     is_open: bool = True  # the reader need not ask for it
 
 
@@ -83,25 +83,21 @@ def make_sections(
     sections = []
     for batch in dict.fromkeys(run.batch for run in results.runs):
         pictures = (
-            *picture_of_arms(results, batch, findings),
+            *picture_of_arms(results, batch),
             *picture_of_budgets(results, batch, findings),
         )
         if pictures:
-            title = f"All engines, batch {batch}"
-            sections.append(Section(title=title, sentences=(), pictures=pictures))
+            sections.append(Section(title=f"All engines, batch {batch}", pictures=pictures))
     for run in sorted(results.runs, key=lambda run: run.arm != OURS):
         others = findings.passes.get(run.name, {})
         for found in sorted(filter(_is_first, passes.get(run.name, [])), key=_order):
-            title = f"{run.arm}, batch {run.batch}: {_TITLES.get(found.name, found.name)}"
-            sentences = (
-                f"{len(found.memgraph.graph.tasks)} ops, planned by {found.memgraph.policy}.",
-            )
-            pictures = tuple(
-                pictures_of_pass(run, found, others.get(found.name, ()), findings.hardware)
-            )
+            memgraph, beside = found.memgraph, others.get(found.name, ())
             sections.append(
                 Section(
-                    title=title, sentences=sentences, pictures=pictures, is_open=run.arm == OURS
+                    title=f"{run.arm}, batch {run.batch}: {_TITLES.get(found.name, found.name)}",
+                    sentence=f"{len(memgraph.graph.tasks)} ops, planned by {memgraph.policy}.",
+                    pictures=tuple(pictures_of_pass(run, found, beside, findings.hardware)),
+                    is_open=run.arm == OURS,
                 )
             )
     return sections

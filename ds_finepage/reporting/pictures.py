@@ -40,13 +40,13 @@ class Picture:
         return base64.b64encode(self.png).decode("ascii")
 
 
-def picture_of_arms(results: Results, batch: int, findings: Findings) -> Iterator[Picture]:
+def picture_of_arms(results: Results, batch: int) -> Iterator[Picture]:
     """Draw the bytes and the time of a decode step of each arm; nothing for a single run."""
     modelled = results.is_modelled
     runs = [run for run in results.runs if run.batch == batch]
     arms = []
     for run in runs:
-        ns = run.decode.modelled_ns if modelled else run.decode.wall_ns
+        ns = results.time_of(run.decode)
         arms.append((run.arm, run.decode.h2d_bytes, None if run.reason else ns, _why_not(run)))
     if len(arms) < 2 or all(ns is None for _, _, ns, _ in arms):
         return

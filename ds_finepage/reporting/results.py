@@ -232,6 +232,10 @@ class Results:
         """Whether modelled times decide which arm is fastest: on the CPU stock copies nothing."""
         return self.settings is not None and self.device == "cpu"
 
+    def time_of(self, phase: PhaseFigures) -> int | None:
+        """Return the time that an arm is judged by."""
+        return phase.modelled_ns if self.is_modelled else phase.wall_ns
+
     def with_run(self, run: Run) -> Results:
         """Return the results with one more run; it replaces one of the same name."""
         others = tuple(r for r in self.runs if r.name != run.name)

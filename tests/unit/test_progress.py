@@ -48,7 +48,7 @@ def test_a_figure_is_printed_by_its_name_in_its_unit(capsys: pytest.CaptureFixtu
         "kv_on_host": False,
         "weights": None,
     }
-    output.show_figures("a plan", figures)
+    output.show_figures("a plan", figures.items())
     title, _, *rows, _ = capsys.readouterr().out.splitlines()
     assert title.strip() == "a plan"
     assert [row.strip("│ ").split() for row in rows] == [

@@ -134,7 +134,7 @@ def test_a_budget_below_the_least_is_refused_with_that_of_one_sequence(
 def test_without_matplotlib_there_is_no_picture(
     plan: list[str], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_finepage.reporting.drawing._is_installed", lambda name: False)
+    monkeypatch.setattr("ds_finepage.reporting.drawing.find_spec", lambda name: None)
     said = cli(*plan, "--out", str(tmp_path / "speed.png"), status=2).err
     assert "plan --batch auto --out needs jinja2 and matplotlib" in said
 

@@ -78,6 +78,7 @@ def test_each_picture_says_how_to_read_it(text: str) -> None:
     assert any("They never cross the dashed line, the budget" in c for c in captions)
     assert any("The prediction is" in c and "below that" in c for c in captions)
     assert any(f"simulated on {HARDWARE}" in c for c in captions)
+    assert len(re.findall(r"<p>\d+ ops, planned by finepage\.</p>", text)) == 1
 
 
 def test_words_and_figures_of_the_comparison(text: str) -> None:
