@@ -12,6 +12,7 @@ import torch
 from transformers import modeling_utils
 from transformers.integrations import HfDeepSpeedConfig
 
+from ds_finepage.errors import RankError
 from ds_finepage.integrations.deepspeed import loading, shard_loading
 from ds_finepage.integrations.deepspeed.deferred import DeferredTensor
 from tests.integration.engines import one_process_deepspeed
@@ -102,42 +103,13 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_pinned_masters_are_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_masters_have_the_same_values(tmp_path: Path) -> None:
     expected = make_model("llama")
     expected.save_pretrained(tmp_path)
     config = config_of_ranks()
     config["zero_optimization"]["offload_param"]["pin_memory"] = True
-    given: list[int] = []
-    stock = shard_loading.shared
-    monkeypatch.setattr(
-        shard_loading,
-        "shared",
-        lambda weights, *a: given.append(len(weights)) or stock(weights, *a),
-    )
-    model = load(tmp_path, config)
-    found = read(model, config)
-    assert given == [0]
+    found = read(load(tmp_path, config), config)
     assert all(torch.equal(found[name], p) for name, p in expected.named_parameters())
-
-
-def test_a_weight_that_another_rank_has_cut_is_not_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_model("llama").save_pretrained(tmp_path)
-    model = load(tmp_path, config_of_ranks())
-    given: list[int] = []
-
-    def gather(_: Any, is_cut: list[bool]) -> list[list[bool]]:
-        return [is_cut, [True, *is_cut[1:]]]
-
-    def spy(weights: Any, *_: Any) -> list[torch.Tensor]:
-        given.append(len(weights))
-        return [torch.empty(each.numel()) for each in weights]
-
-    monkeypatch.setattr(shard_loading.Meetings, "gather", gather)
-    monkeypatch.setattr(shard_loading, "shared", spy)
-    read(model, config_of_ranks())
-    assert given == [len(list(model.parameters())) - 1]
 
 
 def test_an_error_of_reading_reaches_the_other_ranks(
@@ -151,6 +123,17 @@ def test_an_error_of_reading_reaches_the_other_ranks(
     with pytest.raises(FileNotFoundError, match="safetensors"):
         read(model, config_of_ranks())
     assert "model.safetensors" in found[0]
+
+
+def test_an_error_of_another_rank_ends_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    model = load(tmp_path, config_of_ranks())
+    gone = OSError("model.safetensors is gone")
+    monkeypatch.setattr(shard_loading.Meetings, "post", lambda self, _: self.fail(gone))
+    with pytest.raises(RankError, match=r"rank 0 refuses .* model\.safetensors is gone"):
+        read(model, config_of_ranks())
 
 
 @pytest.mark.parametrize("section", ({"enabled": False}, {"weights": "int8"}))

@@ -69,7 +69,7 @@ class Meetings:
 
         from ds_finepage._compat.torch import _get_default_store
 
-        self.rank, self._num_ranks = comm.get_rank(), comm.get_world_size()
+        self._rank, self._num_ranks = comm.get_rank(), comm.get_world_size()
         self._store, self._number = _get_default_store(), next(_engines)
         self._round = 0
 
@@ -104,7 +104,7 @@ class Meetings:
 
     def _post(self, posted: Mapping[str, Any]) -> None:
         self._round += 1
-        self._store.set(self._key(self.rank), json.dumps(posted))
+        self._store.set(self._key(self._rank), json.dumps(posted))
 
     def _key(self, rank: int) -> str:
         return f"{STORE_KEY}/{self._number}/{self._round}/{rank}"

@@ -3,8 +3,7 @@
 transformers builds the model without memory. On one rank its weights are read straight into ZeRO's
 partitions. For tensor parallelism DeepSpeed's AutoTP cuts the model as it is. The view that AutoTP
 leaves of a parameter tells which part the rank needs, and that part is read straight into the
-master. A parameter that is not cut is read once for all ranks of one machine, if masters are not
-pinned.
+master.
 
 Imported only while a checkpoint is loaded, and by DeepSpeed's engine.
 """
@@ -29,7 +28,6 @@ from ds_finepage.integrations.deepspeed.deferred import (
     part_of,
     whole_of,
 )
-from ds_finepage.integrations.deepspeed.node_memory import shared
 from ds_finepage.integrations.deepspeed.ranks import Meetings
 
 PENDING = "finepage_pending"
@@ -222,25 +220,15 @@ def _dtype_of(engine: Any) -> torch.dtype | None:
 
 
 def _masters(found: Sequence[tuple[nn.Parameter, Pending]], is_pinned: bool) -> list[torch.Tensor]:
-    """Read the masters; those that are not cut are shared with the other ranks."""
+    """Read the masters; a rank that cannot lets the others know."""
     meetings = Meetings()
-    # A cut may leave one rank the whole weight, and the others nothing.
-    rows = meetings.gather([each.part != whole_of(each.whole) for _, each in found])
-    once = [i for i, cuts in enumerate(zip(*rows, strict=True)) if not is_pinned and not any(cuts)]
-    masters: dict[int, torch.Tensor] = {}
     try:
-        for i, each in enumerate(found):
-            if i not in once:
-                masters[i] = _master(*each, is_pinned)
-        like = [found[i][0].data for i in once]
-        alike = shared(
-            like, lambda at, t: _read(*found[once[at]], t), meetings.rank, meetings.gather
-        )
+        masters = [_master(*each, is_pinned) for each in found]
     except Exception as error:
         meetings.fail(error)
         raise
-    masters.update(zip(once, alike, strict=True))
-    return [masters[i] for i in range(len(found))]
+    meetings.gather(None)
+    return masters
 
 
 def _master(parameter: nn.Parameter, unread: Pending, is_pinned: bool) -> torch.Tensor:
@@ -250,7 +238,8 @@ def _master(parameter: nn.Parameter, unread: Pending, is_pinned: bool) -> torch.
     where = get_accelerator().current_device_name() if is_pinned else "cpu"
     nbytes = parameter.numel() * parameter.itemsize
     master = device_of(where).new_pinned(nbytes).view(parameter.dtype)
-    _read(parameter, unread, master)
+    assert unread.part is not None
+    unread.values.read_into(master.view(parameter.shape), unread.part)
     return master
 
 
@@ -266,11 +255,6 @@ def _mapped(parameter: nn.Parameter, unread: Pending) -> torch.Tensor | None:
     if is_other or region.offset % region.dtype.itemsize:  # a header of another length
         return None
     return region.mapped()
-
-
-def _read(parameter: nn.Parameter, unread: Pending, master: torch.Tensor) -> None:
-    assert unread.part is not None
-    unread.values.read_into(master.view(parameter.shape), unread.part)
 
 
 def _partitioned(init: Any, parameter: nn.Parameter, master: Any) -> Any:
