@@ -13,10 +13,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.table import Table
+from transformers import PretrainedConfig
 
 from ds_finepage.capture.models import load_model_config, positions_of
 from ds_finepage.errors import ConfigError, FinepageError, PlanInfeasibleError
@@ -82,7 +82,7 @@ class DraftedPoint:
 
 
 def with_draft(
-    model: str,
+    model: str | PretrainedConfig,
     draft: str,
     *,
     seq: int,
@@ -95,8 +95,8 @@ def with_draft(
     """Capture a decode step of a model and of its draft.
 
     Args:
-        model: A shipped name, a directory or a transformers config.json.
-        draft: "stand-in", or another model, named in the same ways.
+        model: A shipped name, a directory, a transformers config.json, or a config.
+        draft: "stand-in", or the name, directory or config.json of another model.
         seq: Tokens in the KV cache after the step.
         profile: The machine.
         weights: "bf16", "int8" or "int4" for both; by default they are as the configs say.
@@ -119,8 +119,8 @@ def with_draft(
         return Drafted(captured, check, other, profile, vocabulary)
     if captured.weights is not None:
         raise ConfigError(
-            f'draft: "stand-in" packs layers, and those of {model} are packed already. Name a '
-            f"smaller model, or leave out the form of the weights."
+            f'draft: "stand-in" packs layers, and those of {captured.model} are packed already. '
+            f"Name a smaller model, or leave out the form of the weights."
         )
     packed = capture_model(model, weights=STAND_IN_FORM, fused_unpacking=fused, **given)
     return Drafted(captured, check, packed, profile, vocabulary, is_stand_in=True)
@@ -137,11 +137,9 @@ def wins(module: Any, budget_bytes: int, profile: HardwareProfile, form: PackedF
     """
     given: dict[str, Any] = {"profile": profile, "weights_group": form.group, "fused": form.fused}
     try:
-        with TemporaryDirectory() as folder:
-            module.config.save_pretrained(folder)
-            seq = min(TYPICAL_LENGTH, positions_of(module.config) or TYPICAL_LENGTH)
-            dtype = str(module.dtype).removeprefix("torch.")
-            drafted = with_draft(folder, STAND_IN, seq=seq, dtype=dtype, **given)
+        seq = min(TYPICAL_LENGTH, positions_of(module.config) or TYPICAL_LENGTH)
+        dtype = str(module.dtype).removeprefix("torch.")
+        drafted = with_draft(module.config, STAND_IN, seq=seq, dtype=dtype, **given)
         (point,) = drafted.at([budget_bytes])
     except (AttributeError, FinepageError) as error:
         logger.info("nothing is known of a draft of %s: %s", type(module).__name__, error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+from transformers import PretrainedConfig
+
 from ds_finepage.config import DeviceBudget
 from ds_finepage.errors import CaptureError, FinepageError, reason_of
 from ds_finepage.execution.device import Accelerator
@@ -57,7 +59,7 @@ class Modeller:
 
     def __init__(
         self,
-        model: str,
+        model: str | PretrainedConfig,
         *,
         batch: int,
         prompt_tokens: int,
@@ -75,7 +77,7 @@ class Modeller:
         """Capture both passes from the model's config.
 
         Args:
-            model: A shipped name, a folder or a config.json.
+            model: A shipped name, a folder, a config.json, or a config.
             batch: Sequences in the batch.
             prompt_tokens: Tokens of each prompt.
             new_tokens: Tokens to generate after it. None models the step that makes the last one

@@ -68,7 +68,7 @@ class CapturedModel:
     """A pass of a model that was captured from its config.
 
     Attributes:
-        model: The model's name or path.
+        model: The model's name or path; of a config, its type.
         phase: "prefill" or "decode".
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
@@ -164,7 +164,7 @@ class PlannedModel:
 
 
 def capture_model(
-    model: str,
+    model: str | PretrainedConfig,
     *,
     phase: str,
     batch: int,
@@ -181,7 +181,7 @@ def capture_model(
     """Capture a pass from a model's config.
 
     Args:
-        model: A shipped name, a directory or a transformers config.json.
+        model: A shipped name, a directory, a transformers config.json, or a config.
         phase: "prefill" or "decode".
         batch: Sequences in the batch.
         seq: Tokens of a sequence that are in the KV cache after the pass.
@@ -211,7 +211,7 @@ def capture_model(
         host = host_ops if kv_on_host else None
         graph = capture_config(config, **sizes, host_ops=host, prepare=prepare)
         return CapturedModel(
-            model=model,
+            model=model if isinstance(model, str) else config.model_type,
             **shape,
             graph=estimate_workspaces(graph),
             weights=f"{name}{AS_STOCK}" if as_stock else name,

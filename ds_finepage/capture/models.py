@@ -14,17 +14,20 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.graph.hardware import HardwareProfile
 
 
-def load_model_config(name_or_path: str) -> PretrainedConfig:
+def load_model_config(model: str | PretrainedConfig) -> PretrainedConfig:
     """Return the config of a model.
 
     Args:
-        name_or_path: The name of a shipped model, a directory that holds a ``config.json``, or the
-            path of such a file.
+        model: The name of a shipped model, a directory that holds a ``config.json``, or the path of
+            such a file. A config is read as transformers saves it.
 
     Raises:
         ConfigError: There is no such model, or transformers cannot read its config.
     """
-    text, where = config_text(name_or_path)
+    if isinstance(model, str):
+        text, where = config_text(model)
+    else:
+        text, where = model.to_json_string(), type(model).__name__
     try:
         found: Any = json.loads(text)
     except ValueError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -83,29 +82,27 @@ def worth_of(
     config = config.get_text_config()  # a model of images takes its steps with this part
     positions = context_of(config)
     seq = min(positions, TYPICAL_LENGTH)
-    with TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        capture = partial(capture_model, folder, batch=1, profile=profile, dtype=dtype, **form)
-        prompt = cache(lambda seq: capture(phase="prefill", seq=seq))
+    capture = partial(capture_model, config, batch=1, profile=profile, dtype=dtype, **form)
+    prompt = cache(lambda seq: capture(phase="prefill", seq=seq))
 
-        def least_bytes(seq: int) -> int:
-            forms = forms_of(prompt(seq), policy="finepage", split=True)
-            return min(needs.min_budget_bytes for _, needs in forms)
+    def least_bytes(seq: int) -> int:
+        forms = forms_of(prompt(seq), policy="finepage", split=True)
+        return min(needs.min_budget_bytes for _, needs in forms)
 
-        captured = capture(phase="decode", seq=seq)
-        budget_bytes = budget_on(budget, captured.graph.weight_bytes, profile)
-        plan = partial(plan_captured, budget_bytes=budget_bytes, profile=profile)
-        step = plan(captured).figures
-        if least_bytes(shortest := min(LEAST_CONTEXT, positions)) > budget_bytes:
-            plan(prompt(shortest))  # refuses it
-        if clients == 1:
-            room = Room(longest_context(least_bytes, positions, budget_bytes))
-        else:
-            room = room_to_share(step, positions, clients, least_bytes)
-            seq = min(seq, room.cached // clients)
-            free_bytes = (room.cached - clients * seq) * step.kv_bytes // step.seq  # not theirs yet
-            shared = capture(phase="decode", seq=seq, batch=clients)
-            step = plan(shared, budget_bytes=budget_bytes - free_bytes, kv_cache="device").figures
+    captured = capture(phase="decode", seq=seq)
+    budget_bytes = budget_on(budget, captured.graph.weight_bytes, profile)
+    plan = partial(plan_captured, budget_bytes=budget_bytes, profile=profile)
+    step = plan(captured).figures
+    if least_bytes(shortest := min(LEAST_CONTEXT, positions)) > budget_bytes:
+        plan(prompt(shortest))  # refuses it
+    if clients == 1:
+        room = Room(longest_context(least_bytes, positions, budget_bytes))
+    else:
+        room = room_to_share(step, positions, clients, least_bytes)
+        seq = min(seq, room.cached // clients)
+        free_bytes = (room.cached - clients * seq) * step.kv_bytes // step.seq  # not theirs yet
+        shared = capture(phase="decode", seq=seq, batch=clients)
+        step = plan(shared, budget_bytes=budget_bytes - free_bytes, kv_cache="device").figures
     return {
         "budget_bytes": budget_bytes,
         "weights_bytes": step.weight_bytes,

@@ -31,7 +31,7 @@ def test_the_best_batch_runs_under_the_budget_with_plain_tokens(family: str) -> 
     handle = attach(model, device_budget="50%weights", device="cpu", profile=SLOW)
     found = ds_finepage.best_batch(model, PROMPT, NEW)
     assert found.batch > 1
-    assert found.title.startswith(type(model).__name__) and "/" not in found.title
+    assert found.title.startswith(f"{family} on ")
     assert (found.prefill.seq, found.step.seq) == (PROMPT, PROMPT + NEW - 1)
     assert found.step.budget_bytes == handle.stats.budget_bytes
     assert found.step.weight_bytes == handle.stats.weight_bytes

@@ -22,7 +22,7 @@ from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.policies import plan_steady
-from tests.integration.families import CACHE
+from tests.integration.families import CACHE, make_model
 from tests.unit.capture.replay import replay
 
 PUBLISHED_PARAMETERS = {
@@ -331,6 +331,25 @@ def test_by_directory_and_by_file(tmp_path: Path) -> None:
     path = write(tmp_path)
     assert load_model_config(str(tmp_path)).to_dict() == load_model_config(str(path)).to_dict()
     assert num_parameters(load_model_config(str(path))) == num_parameters(LLAMA)
+
+
+def test_a_config_stands_for_what_is_saved_of_it(tmp_path: Path) -> None:
+    config = make_model("llama", torch.bfloat16).config
+    config._attn_implementation = "eager"
+    config.save_pretrained(tmp_path)
+    found, saved = load_model_config(config), load_model_config(str(tmp_path))
+    assert found is not config and found.to_dict() == saved.to_dict()
+    assert found._attn_implementation == saved._attn_implementation != "eager"
+    config.temperature = 0.5  # which transformers refuses to save
+    assert load_model_config(config).to_dict() == saved.to_dict()
+
+
+def test_a_config_of_an_unknown_type_is_refused() -> None:
+    class Lama(transformers.PretrainedConfig):
+        model_type = "lama"
+
+    with pytest.raises(ConfigError, match=r"^Lama: .* model_type 'lama'\. Did you mean 'llama'"):
+        load_model_config(Lama())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ds_finepage.errors import ConfigError
@@ -106,23 +105,21 @@ def best_batch(
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise ConfigError(f"best_batch: {reason}. Time a few batches instead.")
-    with TemporaryDirectory(prefix=f"{type(module).__name__}-") as folder:
-        module.config.save_pretrained(folder)
-        make = partial(
-            Modeller,
-            folder,
-            prompt_tokens=prompt_length,
-            new_tokens=new_tokens,
-            device_budget=str(settings.budget_bytes),
-            hardware=settings.profile,
-            dtype=str(module.dtype).removeprefix("torch."),
-            split=settings.planning.split,
-            # The weights are in host memory already, and count.
-            host_memory_bytes=handle.free_host_bytes + handle.stats.weight_bytes,
-            weights=packed.name if packed else None,
-            weights_group=packed.group if packed else GROUP,
-        )
-        return find_best(make, kv_cache=settings.config.kv_cache, most=most or MOST_SEQUENCES)
+    make = partial(
+        Modeller,
+        module.config,
+        prompt_tokens=prompt_length,
+        new_tokens=new_tokens,
+        device_budget=str(settings.budget_bytes),
+        hardware=settings.profile,
+        dtype=str(module.dtype).removeprefix("torch."),
+        split=settings.planning.split,
+        # The weights are in host memory already, and count.
+        host_memory_bytes=handle.free_host_bytes + handle.stats.weight_bytes,
+        weights=packed.name if packed else None,
+        weights_group=packed.group if packed else GROUP,
+    )
+    return find_best(make, kv_cache=settings.config.kv_cache, most=most or MOST_SEQUENCES)
 
 
 def detach(engine: Any) -> None:
