@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 
 from ds_finepage.errors import CaptureError, TaskMismatchError
 from ds_finepage.execution.device import Accelerator, Device, device_of, fork_rng
-from ds_finepage.execution.meter import DeviceMeter, begin_in_main_thread
+from ds_finepage.execution.meter import DeviceMeter, begin_in_main_thread, free_profiler
 from ds_finepage.execution.ops import (
     BoundTask,
     bind,
@@ -119,40 +120,42 @@ class OpMeter:
         self.library_bytes = 0
         begin_in_main_thread()
 
-    def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
-        """Tell whether every op of a graph has been measured, except those without room."""
-        return not self._unknown(graph, room_bytes)
-
-    def _unknown(self, graph: TaskGraph, room_bytes: int | None) -> dict[Any, Task]:
-        return {
-            signature: task
-            for signature, task in zip(_signatures(graph), graph.tasks, strict=True)
-            if signature not in self._costs
-            and task.index not in graph.host_tasks
-            and (is_collective(task) or _fits(graph, task, room_bytes))  # no collective is tried
-        }
-
     def in_place(self, graph: TaskGraph) -> frozenset[int]:
         """Return the tasks that may write into their extents; see [Note: the form of an op]."""
         costs = [self._costs.get(s) for s in _signatures(graph)]
         return frozenset(i for i, c in enumerate(costs) if c is not None and c.into_place)
 
-    def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
+    def with_costs(
+        self,
+        graph: TaskGraph,
+        *,
+        room_bytes: int | None = None,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> TaskGraph:
         """Return the taskgraph with measured ``time_ns`` and ``workspace_bytes``.
 
         Args:
             graph: The pass.
             room_bytes: What there is for scratch tensors; the workspace of an op that needs more
                 (one on a large KV cache, say) is estimated, until there is room.
+            make_room: Frees the device. It is called only if an op has to be measured.
 
         Raises:
             CaptureError: An op writes where its schema does not say it would.
         """
-        new = self._unknown(graph, room_bytes)
+        signatures = _signatures(graph)
+        new = {
+            signature: task
+            for signature, task in zip(signatures, graph.tasks, strict=True)
+            if signature not in self._costs
+            and task.index not in graph.host_tasks
+            and (is_collective(task) or _fits(graph, task, room_bytes))  # no collective is tried
+        }
         if new:
+            make_room()
             self._measure(graph, new)
         tasks = []
-        for signature, task in zip(_signatures(graph), graph.tasks, strict=True):
+        for signature, task in zip(signatures, graph.tasks, strict=True):
             cost = self._costs.get(signature)
             if cost is None or task.index in graph.host_tasks:
                 cost = _unmeasured(graph, task, self._device)
@@ -168,6 +171,7 @@ class OpMeter:
             )
         return dataclasses.replace(graph, tasks=tuple(tasks))
 
+    @free_profiler()
     def _measure(self, graph: TaskGraph, tasks: dict[Any, Task]) -> None:
         device = self._device
         at_start = device.live_bytes

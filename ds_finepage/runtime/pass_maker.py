@@ -8,7 +8,6 @@ from dataclasses import replace
 from ds_finepage.capture.layouts import StridesOf
 from ds_finepage.execution.layouts import LayoutProbe
 from ds_finepage.execution.measure import OpMeter
-from ds_finepage.execution.meter import free_profiler
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.pipeline import Needs, needs_of
@@ -135,11 +134,7 @@ class PassMaker:
         outputs = sum(b.nbytes for b in graph.buffers if b.kind is BufferKind.OUTPUT)
         # Outputs do not exist yet while the ops are measured.
         room_bytes = settings.budget_bytes - non_arena + outputs
-        if self.meter.knows_all(graph, room_bytes=room_bytes):
-            return self.meter.with_costs(graph, room_bytes=room_bytes)
-        self._free_device()
-        with free_profiler():
-            return self.meter.with_costs(graph, room_bytes=room_bytes)
+        return self.meter.with_costs(graph, room_bytes=room_bytes, make_room=self._free_device)
 
     def _needs(self, graph: TaskGraph, settings: RunSettings) -> Needs:
         return needs_of(

@@ -53,10 +53,7 @@ class KnownCosts:
     def __init__(self, library_bytes: int = 0) -> None:
         self.library_bytes = library_bytes
 
-    def knows_all(self, graph: TaskGraph, *, room_bytes: int | None = None) -> bool:
-        return True
-
-    def with_costs(self, graph: TaskGraph, *, room_bytes: int | None = None) -> TaskGraph:
+    def with_costs(self, graph: TaskGraph, **_: object) -> TaskGraph:
         return graph
 
     def in_place(self, graph: TaskGraph) -> frozenset[int]:
