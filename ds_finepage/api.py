@@ -387,7 +387,12 @@ def _why_no_host(
         return "several ranks share the model"
     if weights.files.sources:
         return "weights lie in files, because host_budget has no room for them"
-    why = host_attention.why_not() or (native.why_not() if is_packed(module) else None)
+    return why_no_kernels(is_packed(module))
+
+
+def why_no_kernels(packed: bool) -> str | None:
+    """Return why the host has no kernels, for weights that are packed or not; None if it has."""
+    why = host_attention.why_not() or (native.why_not() if packed else None)
     return None if why is None else f"its kernels are C, and this machine compiles none: {why}"
 
 

@@ -216,8 +216,8 @@ def add_host_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory",
         metavar="SIZE",
-        help="host memory of the machine: refuse plans whose weights, offloaded buffers and KV "
-        "cache in host memory need more. By default that is not checked",
+        help="host memory of the machine: weights for which it has no room are read from files in "
+        "each pass. By default it has room for all",
     )
 
 

@@ -26,6 +26,9 @@ LOCAL = "localhost"
 USUAL_CLIENTS = 8
 """Clients that share a pass, if the user says no number."""
 
+SETTINGS = ("device_budget", "host_budget", "host_compute", "draft")
+"""Options that are keys of the ``finepage`` section."""
+
 INSTALL = "pip install 'ds_finepage[serve]'"
 
 
@@ -43,6 +46,9 @@ def add_served(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-budget", default="auto", help="as finepage.host_budget")
     parser.add_argument("--weights", choices=PACKED_FORMS, help="as finepage.weights")
     parser.add_argument("--draft", default="off", help='as finepage.draft: "stand-in", or a folder')
+    parser.add_argument(
+        "--host-compute", choices=("off", "auto"), default="off", help="as finepage.host_compute"
+    )
     parser.add_argument(
         "--continuous-batching",
         type=int,
@@ -112,15 +118,13 @@ def serve(
         raise ConfigError(f"serve: {error.name} is missing. Install it: {INSTALL}") from None
     from transformers.utils import logging
 
-    from ds_finepage.api import PROBE_SCRATCH_BYTES
     from ds_finepage.execution.device import default_device, require_device
-    from ds_finepage.execution.probe import probe
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     name = arguments.device
     device = default_device() if name is None else require_device(name, option="--device")
-    profile = probe(device, scratch_bytes=PROBE_SCRATCH_BYTES)
+    profile = _measured(device, arguments)
     given: dict[str, Any] = {"weights": arguments.weights} if arguments.weights else {}
     room: worth.Room | None = None
     try:
@@ -132,7 +136,7 @@ def serve(
         if clients > 1:
             raise ConfigError(f"serve: --continuous-batching needs a prediction: {error}") from None
         options.note(f"nothing is predicted: {error}")
-    given |= {name: vars(arguments)[name] for name in ("device_budget", "host_budget", "draft")}
+    given |= {name: vars(arguments)[name] for name in SETTINGS}
     served = endpoint.AttachedModel(arguments.model, device=device, profile=profile, **given)
     room = room or worth.Room(worth.context_of(served.model.config))
     turns = generations.Generations(room.longest)
@@ -147,3 +151,14 @@ def serve(
     finally:
         way.end()
     served.handle.detach()
+
+
+def _measured(device: Any, arguments: argparse.Namespace) -> Any:
+    """Measure the device, and the host where it is to compute and has kernels."""
+    from ds_finepage.api import PROBE_SCRATCH_BYTES, why_no_kernels
+    from ds_finepage.execution.probe import probe, with_measured_host
+
+    profile = probe(device, scratch_bytes=PROBE_SCRATCH_BYTES)
+    if arguments.host_compute == "off" or why_no_kernels(bool(arguments.weights)) is not None:
+        return profile
+    return with_measured_host(profile, device, scratch_bytes=PROBE_SCRATCH_BYTES)

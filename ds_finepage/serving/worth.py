@@ -109,6 +109,7 @@ def worth_of(
         "weights and KV cache that stay on the device_bytes": step.entry_reloaded_bytes
         - step.reloaded_bytes,
         f"copied for a step behind {seq} tokens_bytes": step.reloaded_bytes,
+        "read by the host for that step_bytes": step.host_read_bytes or None,
         f"tokens a second, clients a pass: {clients}": f"{step.tokens_per_s:.2f}",
         "longest context, tokens": room.longest,
     }, room

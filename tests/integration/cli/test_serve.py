@@ -6,6 +6,7 @@ import http.client
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +30,14 @@ from tests.integration.cli.endpoints import (
     plain_answer,
     running,
 )
-from tests.integration.families import make_model
+from tests.integration.families import SLOW_LINK, make_model
 from tests.integration.vocabularies import byte_pairs
 
 pytest.importorskip("transformers.cli.serving.systemone")  # transformers 5.24
 
 BUDGET = "70%weights"
+FAST_HOST = replace(SLOW_LINK, host_bytes_per_s=4e8, host_flops_per_s=1e12)
+"""A machine whose host computes faster than its link copies."""
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,26 @@ def test_a_signal_lets_a_generation_end_with_an_error(
 ) -> None:
     """As the last test here, since the endpoint ends."""
     assert error_of_the_end(served, monkeypatch).status_code == 503
+
+
+@pytest.mark.parametrize("why", (None, "no compiler"))
+def test_the_host_computes_where_it_can(
+    served_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    why: str | None,
+) -> None:
+    monkeypatch.setattr("ds_finepage.execution.probe.probe", lambda *_, **__: SLOW_LINK)
+    monkeypatch.setattr(
+        "ds_finepage.execution.probe.with_measured_host", lambda *_, **__: FAST_HOST
+    )
+    monkeypatch.setattr("ds_finepage.execution.host_attention.why_not", lambda: why)
+    budget = ("--device-budget", "50%weights")
+    with running(served_folder, *budget, "--host-compute", "auto") as found:
+        handle = handle_in(found.model)
+        assert handle.profile.has_host == (why is None)
+        assert ("read by the host" in capsys.readouterr().out) == (why is None)
+        assert asked(found, "hello").choices[0].message.content == plain_answer(found, "hello")
 
 
 # What is refused.
