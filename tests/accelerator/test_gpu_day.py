@@ -121,7 +121,7 @@ def test_rows_are_in_the_files_while_their_step_still_runs(run_scripts: RunScrip
     report, _ = run_scripts(
         waits="row(table='t', first='a row that was written early')\n"
         "out = pathlib.Path(__file__).parent / 'out'\n"
-        "while not any('written early' in p.read_text() for p in out.glob('*.json')): pass",
+        "while not any('written early' in p.read_text() for p in out.glob('*.json')): pass"
     )
     assert report.outcomes[0].status == "ok"
 

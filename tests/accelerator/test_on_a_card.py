@@ -26,9 +26,7 @@ def plain_results(model: Any, ids: torch.Tensor, device: torch.device, **options
     return logits(plain, ids.to(where)).cpu(), found.cpu()
 
 
-def test_tokens_are_equal_and_the_budget_holds_from_attach_to_detach(
-    device: torch.device,
-) -> None:
+def test_tokens_are_equal_and_the_budget_holds_from_attach_to_detach(device: torch.device) -> None:
     torch._dynamo.reset()
     ids, given = token_ids(7), token_ids(7).to(device)
     wanted, wanted_tokens = plain_results(make_model("llama"), ids, device)

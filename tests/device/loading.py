@@ -94,10 +94,7 @@ def _build() -> ModuleType:
             (file.parent / "lock").unlink(missing_ok=True)
             try:
                 return cpp_extension.load(
-                    NAME,
-                    [str(SOURCE)],
-                    extra_cflags=FLAGS,
-                    build_directory=str(file.parent),
+                    NAME, [str(SOURCE)], extra_cflags=FLAGS, build_directory=str(file.parent)
                 )
             except BaseException:
                 file.unlink(missing_ok=True)  # perhaps half of it was written

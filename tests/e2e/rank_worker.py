@@ -49,11 +49,7 @@ CUT_OF_MIXTRAL = {
     "layer_specs": [
         {"patterns": [r".*\.self_attn\.[qkv]_proj\.weight$"], "partition_type": "column"},
         {"patterns": [r".*\.self_attn\.o_proj\.weight$"], "partition_type": "row"},
-        {
-            "patterns": [r".*lm_head\.weight$"],
-            "partition_type": "column",
-            "gather_output": True,
-        },
+        {"patterns": [r".*lm_head\.weight$"], "partition_type": "column", "gather_output": True},
     ],
 }
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -68,11 +64,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "mixtral": partial(make_model, "mixtral", **LLAMA_SIZES),
     "gpt2": partial(make_model, "gpt2"),
 }
-FAMILIES = (
-    ("llama", torch.float32),
-    ("qwen3", torch.bfloat16),
-    ("opt", torch.float32),
-)
+FAMILIES = (("llama", torch.float32), ("qwen3", torch.bfloat16), ("opt", torch.float32))
 
 
 def ds_config(*, dtype: torch.dtype = torch.float32, size: int = NUM_RANKS, **changes: Any) -> Any:

@@ -75,11 +75,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
             "finepage had 601 bytes on the device; the budget is 600 bytes",
         ),
         (replace(STOCK, peak_bytes=10**9), OURS, None),  # it has no budget
-        (
-            STOCK,
-            replace(OURS, reason="it has no room"),
-            "finepage did not run: it has no room",
-        ),
+        (STOCK, replace(OURS, reason="it has no room"), "finepage did not run: it has no room"),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])

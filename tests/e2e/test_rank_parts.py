@@ -50,9 +50,7 @@ def test_four_ranks_run_under_every_budget(four: list[dict[str, Any]], name: str
     check_family([each[name] for each in four], 0.02)
 
 
-def test_four_ranks_run_a_checkpoint_that_stock_has_partitioned(
-    four: list[dict[str, Any]],
-) -> None:
+def test_four_ranks_run_a_checkpoint_that_stock_has_partitioned(four: list[dict[str, Any]]) -> None:
     for found in (each["loaded"] for each in four):
         assert found["equal"] and found["unplanned"] == []
         assert found["share of host memory"] == pytest.approx(1 / 4, rel=0.01)

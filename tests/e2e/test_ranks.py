@@ -39,11 +39,7 @@ def found_on(
 
 
 def launch(
-    command: list[str],
-    mode: str,
-    folder: Path,
-    environment: dict[str, str],
-    worker: Path = WORKER,
+    command: list[str], mode: str, folder: Path, environment: dict[str, str], worker: Path = WORKER
 ) -> int:
     folder.mkdir(exist_ok=True)
     done = subprocess.run(

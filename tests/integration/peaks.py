@@ -41,10 +41,7 @@ if saved:
 """
 
 LARGE: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": (
-        "llama",
-        {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24},
-    ),
+    "llama": ("llama", {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24}),
     "tied": (
         "llama",
         {

@@ -62,9 +62,7 @@ class Streamer:
         pass
 
 
-def test_a_stand_in_drafts_from_the_weights_that_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stand_in_drafts_from_the_weights_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(price.Price, "length", lambda self: 6)  # whatever the times are
     llama = make_model("llama", num_hidden_layers=5)
     expected, before = generate(llama), dict(llama.named_parameters())
@@ -328,9 +326,7 @@ def test_a_streamer_cannot_take_the_draft_away(llama: Any) -> None:
     handle.take_draft(None)  # the turn is over
 
 
-def test_a_draft_without_room_is_refused_with_its_size_and_the_model_runs_alone(
-    llama: Any,
-) -> None:
+def test_a_draft_without_room_is_refused_with_its_size_and_the_model_runs_alone(llama: Any) -> None:
     expected, draft = generate(llama), make_model("llama", **LAYERS)
     handle = attach(llama, device_budget="90%weights", **SETTINGS)
     nbytes = sum(w.nbytes for w in draft.parameters())

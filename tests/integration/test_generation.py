@@ -31,11 +31,7 @@ PROMPTS = (5, 150)
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        ("llama", torch.float32),
-        ("gpt2", torch.bfloat16),
-        ("mistral", torch.float32),
-    ],
+    [("llama", torch.float32), ("gpt2", torch.bfloat16), ("mistral", torch.float32)],
     ids=str,
 )
 def test_the_default_cache_gives_the_tokens_of_plain_transformers(

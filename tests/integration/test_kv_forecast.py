@@ -89,11 +89,7 @@ def test_in_a_run_the_cache_moves_only_where_it_does_not_fit(
     least = least_on_device(found)
     for budget_bytes, kv_on_host in ((least, False), (least - 1, True)):
         figures = plan_captured(
-            found,
-            budget_bytes=budget_bytes,
-            profile=PROFILE,
-            policy=policy,
-            split=False,
+            found, budget_bytes=budget_bytes, profile=PROFILE, policy=policy, split=False
         ).figures
         assert figures.kv_on_host is kv_on_host
         assert figures.kv_bytes == KV_BYTES

@@ -19,10 +19,7 @@ from tests.integration.parity import results, same_within
 
 PROMPT = token_ids(5)
 NUM_EXPERTS, SHARES = 8, (0, 0.05, 0.3, 1)
-EXPERTS = {
-    "mixtral": {"num_local_experts": NUM_EXPERTS},
-    "qwen3_moe": {"num_experts": NUM_EXPERTS},
-}
+EXPERTS = {"mixtral": {"num_local_experts": NUM_EXPERTS}, "qwen3_moe": {"num_experts": NUM_EXPERTS}}
 
 
 pytestmark = [
@@ -45,10 +42,7 @@ def packed_model(family: str, form: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "form", "dtype", "is_split"),
-    [
-        ("mixtral", "int8", torch.bfloat16, True),
-        ("qwen3_moe", "int8", torch.float32, False),
-    ],
+    [("mixtral", "int8", torch.bfloat16, True), ("qwen3_moe", "int8", torch.float32, False)],
     ids=str,
 )
 def test_packed_experts_are_the_same_at_every_budget(

@@ -16,11 +16,7 @@ import torch
 from ds_finepage.capture.from_config import capture_config
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning.baselines.zero import (
-    EVERY_PARAMETER,
-    ZeroSettings,
-    authors_settings,
-)
+from ds_finepage.planning.baselines.zero import EVERY_PARAMETER, ZeroSettings, authors_settings
 from ds_finepage.planning.baselines.zero_search import best_settings
 from ds_finepage.planning.problem import Problem
 from tests.integration.engines import ds_config
@@ -190,9 +186,7 @@ def test_layers_as_leaf_modules_gather_what_is_simulated(
     assert peak_bytes != gathered(graph, ZeroSettings(**SETTINGS[setting]))[1]
 
 
-def test_the_settings_that_are_searched_gather_what_is_simulated(
-    start: Callable[..., Any],
-) -> None:
+def test_the_settings_that_are_searched_gather_what_is_simulated(start: Callable[..., Any]) -> None:
     graph = captured("llama", "prefill", PROMPT_LENGTH)
     profile = load_profile("v100-16gb")
     settings = best_settings([(Problem(graph, graph.weight_bytes * 2 // 3, 64, profile), 1)])

@@ -207,8 +207,7 @@ HARD = {
     # the second copy to the first.
     "two offloads": (
         of_activations(
-            [1, 1, 1, 2, 1],
-            [("", "abc"), ("c", "d"), ("", "b"), ("ad", "e"), ("b", "")],
+            [1, 1, 1, 2, 1], [("", "abc"), ("c", "d"), ("", "b"), ("ad", "e"), ("b", "")]
         ),
         4,
     ),

@@ -170,8 +170,7 @@ _changes("prune_a_weight", _prune, needs_room=True)
 _changes("weight_norm", _weight_norm)
 _changes("swap_two_weights", _swap)
 _changes(
-    "load_a_state",
-    lambda m: m.load_state_dict({k: v * 2 for k, v in Net().state_dict().items()}),
+    "load_a_state", lambda m: m.load_state_dict({k: v * 2 for k, v in Net().state_dict().items()})
 )
 
 

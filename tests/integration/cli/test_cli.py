@@ -171,10 +171,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ids=str,
 )
 def test_verbose_sets_the_level_of_the_log(
-    command: Command,
-    caplog: pytest.LogCaptureFixture,
-    arguments: list[str],
-    expected: list[str],
+    command: Command, caplog: pytest.LogCaptureFixture, arguments: list[str], expected: list[str]
 ) -> None:
     levels = (logging.WARNING, logging.INFO, logging.DEBUG)
     logged: list[str] = []
@@ -246,10 +243,7 @@ def test_a_count_below_1_is_refused_by_the_name_of_its_option(
 
 @pytest.mark.parametrize(("arguments", "expected"), [(["fake"], False), (["fake", "-v"], True)])
 def test_libraries_that_are_imported_warn_of_themselves_with_verbose_alone(
-    command: Command,
-    caplog: pytest.LogCaptureFixture,
-    arguments: list[str],
-    expected: bool,
+    command: Command, caplog: pytest.LogCaptureFixture, arguments: list[str], expected: bool
 ) -> None:
     shown: list[bool] = []
 

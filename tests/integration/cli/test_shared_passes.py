@@ -113,9 +113,7 @@ def batches_of(shared: Any) -> Any:
 
 
 def test_what_is_not_predicted_is_refused(
-    served_folder: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
+    served_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: Any, **__: Any) -> None:
         raise CaptureError("its forward is unknown")
@@ -139,14 +137,11 @@ def test_passes_without_room_are_refused_with_both_numbers(
 
 
 def test_a_model_that_cannot_share_is_refused(
-    served_folder: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
+    served_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)  # one that is served ends
     monkeypatch.setattr(
-        "transformers.cli.serving.utils.GenerationState.use_continuous_batching",
-        lambda *_: False,
+        "transformers.cli.serving.utils.GenerationState.use_continuous_batching", lambda *_: False
     )
     given = (served_folder, "--port", 0, "--device", "cpu", "--device-budget", "64MiB")
     refused = "no --continuous-batching of a LlamaForCausalLM"

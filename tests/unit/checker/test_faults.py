@@ -83,20 +83,11 @@ CASES = [
     Case(F.EDGE_REPEATED, paging, lambda m: replace(m, edges=m.edges[:1] + m.edges)),
     # Tasks.
     Case(F.TASK_MISSING, changes, lambda m: without(m, 7), frozenset({F.CONTENTS_LOST})),
-    Case(
-        F.TASK_REPEATED,
-        changes,
-        lambda m: insert(m, Node(8, COMPUTE, task=4), "5>8 6>8 8>9"),
-    ),
+    Case(F.TASK_REPEATED, changes, lambda m: insert(m, Node(8, COMPUTE, task=4), "5>8 6>8 8>9")),
     # Places.
     Case(F.NOT_PAGED, paging, lambda m: insert(m, Node(13, ALLOC, 3, extent=RIGHT), "12>13")),
     Case(F.NOT_PAGED, paging, lambda m: insert(m, Node(13, DROP, 3, extent=RIGHT), "")),
-    Case(
-        F.EXTENT_OUTSIDE,
-        touches,
-        lambda m: replace(m, arena_bytes=127),
-        frozenset({F.NOT_LIVE}),
-    ),
+    Case(F.EXTENT_OUTSIDE, touches, lambda m: replace(m, arena_bytes=127), frozenset({F.NOT_LIVE})),
     Case(
         F.EXTENT_OUTSIDE,
         changes,
@@ -128,11 +119,7 @@ CASES = [
         ),
         frozenset({F.ALREADY_LIVE, F.RELOAD_OVERWRITES, F.EXTENT_CHANGED, F.EXIT_MISMATCH}),
     ),
-    Case(
-        F.ALREADY_LIVE,
-        changes,
-        lambda m: insert(m, Node(4, ALLOC, 0, extent=RIGHT), "3>4"),
-    ),
+    Case(F.ALREADY_LIVE, changes, lambda m: insert(m, Node(4, ALLOC, 0, extent=RIGHT), "3>4")),
     Case(
         F.ALREADY_LIVE,
         paging,
@@ -177,9 +164,7 @@ CASES = [
     Case(  # the caller gets what task 1 wrote, not task 2
         F.STALE_CONTENTS,
         lambda: memgraph(
-            taskgraph("s", task(0, writes=[0]), task(1, writes=[0])),
-            "compute0 compute1",
-            "0>1",
+            taskgraph("s", task(0, writes=[0]), task(1, writes=[0])), "compute0 compute1", "0>1"
         ),
         lambda m: node(node(m, 0, task=1), 1, task=0),
     ),
@@ -192,11 +177,7 @@ CASES = [
         ),
         lambda m: node(node(m, 0, task=1), 1, task=0),
     ),
-    Case(
-        F.UNJOINED_READ,
-        touches,
-        lambda m: edges(of_task(m, 3, op="x"), add="5>7 5>8 5>9 6>9"),
-    ),
+    Case(F.UNJOINED_READ, touches, lambda m: edges(of_task(m, 3, op="x"), add="5>7 5>8 5>9 6>9")),
     Case(
         F.CONTENTS_LOST,
         paging,
@@ -215,11 +196,7 @@ CASES = [
         lambda m: node(m, 10, kind=DROP),
         frozenset({F.NO_HOST_COPY, F.STALE_CONTENTS, F.NO_STORE_RELOAD_EDGE}),
     ),
-    Case(
-        F.NO_HOST_COPY,
-        changes,
-        lambda m: insert(m, Node(2, RELOAD, 0, extent=LEFT), "0>2 2>3"),
-    ),
+    Case(F.NO_HOST_COPY, changes, lambda m: insert(m, Node(2, RELOAD, 0, extent=LEFT), "0>2 2>3")),
     Case(
         F.RELOAD_OVERWRITES,
         paging,

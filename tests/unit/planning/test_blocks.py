@@ -84,11 +84,7 @@ def test_the_rest_of_a_run_keeps_the_stamp_of_its_last_block() -> None:
 def test_alloc_at_splits_a_free_block_on_both_sides() -> None:
     blocks = freed([256], [6])
     assert blocks.alloc_at(9, Extent(64, 128)) == [6]
-    assert list(blocks) == [
-        Block(0, 64, FREE, 6),
-        Block(64, 128, 9),
-        Block(192, 64, FREE, 6),
-    ]
+    assert list(blocks) == [Block(0, 64, FREE, 6), Block(64, 128, 9), Block(192, 64, FREE, 6)]
 
 
 def test_alloc_at_spans_blocks_and_returns_their_vacators() -> None:

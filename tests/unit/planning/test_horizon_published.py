@@ -29,8 +29,7 @@ def test_the_published_algorithm_copies_clean_weights_to_the_host() -> None:
 def test_the_published_algorithm_copies_a_buffer_each_time() -> None:
     """The repaired one has its host copy since the first time."""
     graph = sketch(
-        "w0:64 w1:64 a:64",
-        *("-> a", "w0 ->", "w1 ->", "a ->", "w0 ->", "w1 ->", "a ->"),
+        "w0:64 w1:64 a:64", *("-> a", "w0 ->", "w1 ->", "a ->", "w0 ->", "w1 ->", "a ->")
     )
     problem = Problem(graph, 2 * UNIT, UNIT)
     repaired, published = check(plan_horizon(problem)), check(plan_horizon_published(problem))

@@ -253,10 +253,7 @@ def test_a_measured_timeline_is_summed_up_like_a_predicted_one() -> None:
 # --- times of tasks --------------------------------------------------------------------------
 
 ROOFLINE = dataclasses.replace(
-    PLAIN,
-    memory_bytes_per_s=2e9,
-    flops_per_s={"default": 1e9, "float16": 4e9},
-    launch_ns=50,
+    PLAIN, memory_bytes_per_s=2e9, flops_per_s={"default": 1e9, "float16": 4e9}, launch_ns=50
 )
 
 

@@ -86,8 +86,7 @@ def test_a_tied_weight_stays_with_the_module_that_has_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "num_modules"),
-    [(3, 0), (4, 1), (5, 1), (6, 2), (7, 3), (8, 4), (100, 4)],
+    ("units", "num_modules"), [(3, 0), (4, 1), (5, 1), (6, 2), (7, 3), (8, 4), (100, 4)]
 )
 def test_as_many_modules_stay_as_there_is_room_for(units: int, num_modules: int) -> None:
     """A task needs a weight and two activations, the head one."""

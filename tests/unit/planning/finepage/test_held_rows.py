@@ -41,13 +41,7 @@ def copying(buffers: str, *tasks: str) -> TaskGraph:
 def rows(*, num_units: int = 5, copy_ns: int = 250) -> Problem:
     """Return a pass whose first task makes rows that the second one copies to host memory."""
     graph = copying(
-        "a0:64 h:64 a1:64 a2:64 a3:64",
-        "-> a0",
-        "a0 -> h",
-        "-> a1",
-        "a1 -> a2",
-        "a2 -> a3",
-        "a3 ->",
+        "a0:64 h:64 a1:64 a2:64 a3:64", "-> a0", "a0 -> h", "-> a1", "a1 -> a2", "a2 -> a3", "a3 ->"
     )
     machine = replace(PLAIN, d2h_bytes_per_s=UNIT * 1e9 / copy_ns)
     return Problem(graph, num_units * UNIT, UNIT, machine)
@@ -150,8 +144,7 @@ def test_weights_stream_where_their_room_holds_rows(split: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("good_enough", "copy_ns", "ends"),
-    [(0.0, 250, [4, 0]), (0.0, 8000, [5, 0]), (1.02, 8000, [5])],
+    ("good_enough", "copy_ns", "ends"), [(0.0, 250, [4, 0]), (0.0, 8000, [5, 0]), (1.02, 8000, [5])]
 )
 def test_a_search_tries_what_to_hold_until_a_plan_is_good(
     good_enough: float, copy_ns: int, ends: list[int], monkeypatch: pytest.MonkeyPatch

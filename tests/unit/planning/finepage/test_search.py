@@ -317,9 +317,7 @@ def test_a_list_goes_on_until_no_plan_can_be_faster_or_move_clearly_less(
     assert tried(equal_times=1, few_bytes=10) == [tight, roomy, None]  # not as fast as the bound
 
 
-def test_time_decides_and_bytes_decide_between_equal_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_time_decides_and_bytes_decide_between_equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
     tight, roomy = tight_and_roomy()
     problem = Problem(chain(16), 10 * UNIT, UNIT, machine(h2d=1e9))
     assert 1.7 * roomy.reloaded_bytes < tight.reloaded_bytes

@@ -340,9 +340,7 @@ def test_a_task_is_delayed_if_its_operand_is_no_larger() -> None:
 
 
 @pytest.mark.parametrize(
-    "graph",
-    (gelu(4096 + UNIT), gelu(4096, changes="mm: aX -> aX")),
-    ids=("larger", "changed"),
+    "graph", (gelu(4096 + UNIT), gelu(4096, changes="mm: aX -> aX")), ids=("larger", "changed")
 )
 def test_a_task_is_not_delayed_if_its_operand_is_larger_or_changes(graph: TaskGraph) -> None:
     assert recompute(graph, UNIT) is graph

@@ -10,11 +10,7 @@ import pytest
 from ds_finepage.execution.call_tensors import MovingViews
 from ds_finepage.graph.taskgraph import JOIN, BufferKind, Length, Ref, TaskGraph
 from ds_finepage.planning.liveness import live_activation_bytes
-from ds_finepage.planning.rewrite.embeddings import (
-    gather_rows,
-    looked_up_bytes,
-    tables_to_leave,
-)
+from ds_finepage.planning.rewrite.embeddings import gather_rows, looked_up_bytes, tables_to_leave
 from ds_finepage.planning.rewrite.split import cut_weights, divisible_weights
 from tests.property.matmul_chains import matmul_chain
 
