@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,13 @@ from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.graph.timeline import Timeline
-from tests.unit.graph.examples import GRAPH, make_memgraph, make_profile, make_timeline
+from tests.unit.graph.examples import (
+    GRAPH,
+    STANDALONE,
+    make_memgraph,
+    make_profile,
+    make_timeline,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +75,11 @@ def edited(obj: Any, edit: Callable[[dict[str, Any]], Any]) -> str:
 
 
 def cell(table: str, row: int, column: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Make an edit of one value in one row; a dot leads into an object in the row."""
+    """Make an edit of one value in one row."""
 
     def edit(document: dict[str, Any]) -> None:
-        *outer, last = column.split(".")
-        found = document[table][row]
-        for name in outer:
-            found = found[name]
-        assert last in found
-        found[last] = value
+        assert column in document[table][row]
+        document[table][row][column] = value
 
     return edit
 
@@ -85,16 +88,60 @@ def field(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda document: document.update({name: value})
 
 
+OF_OTHER_TYPES: dict[type, tuple[str, list[Any]]] = {
+    dict: ("an object", [[], 5, None]),
+    list: ("a valid array", [{}, "12", None]),
+    str: ("a valid string|a valid bytes|'", [1, [], None]),
+    int: ("a valid integer|greater than or equal to 0", ["0", 1.0, True, None, -1]),
+    float: ("a valid number", ["1", True, None]),
+    type(None): ("a valid |an object", [[]]),
+}
+"""What the message asks for, and values that a file may not have there."""
+
+
+def values_in(found: Any, path: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
+    """Walk a document: the path of each value, the value, and what holds it under which key."""
+    for key, value in found.items() if isinstance(found, dict) else enumerate(found):
+        here = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip(".")
+        if re.search(r"^kind$|^format$|\.args\[|kwargs\[\d\]\[1\]", here):
+            continue  # they have tests of their own; an argument of a task may have many types
+        yield here, value, found, key
+        if isinstance(value, (dict, list)):
+            yield from values_in(value, here)
+
+
+@pytest.mark.parametrize("obj", [*STANDALONE, make_memgraph(GRAPH)], ids=lambda o: type(o).__name__)
+def test_each_value_of_another_type_is_refused_by_its_place(obj: Any) -> None:
+    document = json.loads(codec.dumps(obj))
+    places = list(values_in(document))
+    optional = {re.sub(r"\d", "", path) for path, value, *_ in places if value is None}
+    for path, value, holder, key in places:
+        wanted, others = OF_OTHER_TYPES[type(value)]
+        for other in others:
+            if other is None and re.sub(r"\d", "", path) in optional:
+                continue
+            if other == -1 and isinstance(obj, HardwareProfile):
+                continue  # `require_usable` refuses it
+            holder[key] = other
+            found = re.escape(f"found {other!r}. Write the file again")
+            message = f"^{re.escape(path)}: Input should be ({wanted}).*; {found}"
+            with pytest.raises(InvalidPlanError, match=message):
+                codec.loads(json.dumps(document), type(obj))
+        holder[key] = value
+
+
+NO_ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"ref": 1, "x": 1},
+    {"symbol": ["dtype"]},
+    {"symbol": [1, "x"]},
+    {"float": "1"},
+    {"float": 1},
+]
 WRONG_GRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d.pop("tasks"), "^tasks: Field required"),
     (field("extra", 1), "^extra: Extra inputs are not permitted"),
-    (field("name", 1), "name: .*valid string; found 1"),
-    (field("versions", {}), "versions: .*valid array; found {}"),
     (field("versions", [["torch"]]), r"versions\[0\]\[1\]: Field required"),
-    (field("versions", [["torch", 2.13]]), r"versions\[0\]\[1\]: .*valid string; found 2\.13"),
-    (field("tasks", {}), "tasks: .*valid array; found {}"),
-    (field("tasks", None), "tasks: .*valid array; found None"),
-    (lambda d: d["tasks"].__setitem__(1, 5), r"tasks\[1\]: .*object; found 5"),
     (lambda d: d["tasks"][1].pop("op"), r"tasks\[1\]\.op: Field required"),
     (lambda d: d["tasks"][1].pop("reads"), "a row lacks a field.*Write the file again"),
     (cell("tensors", 2, "id", 0), r"tensors\[2\] has id 0; ids must be positions"),
@@ -104,86 +151,28 @@ WRONG_GRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (cell("calls", 2, "begin", 3), r"calls\[2\] runs tasks \[3, 2\), not inside 0\.\.2"),
     (lambda d: d["tasks"][1].update(x=0), r"tasks\[1\]\.x: Unexpected keyword argument"),
     (cell("buffers", 1, "kind", "wait"), r"buffers\[1\]\.kind: .*should be 'weight'.*found 'wait'"),
-    (cell("buffers", 1, "kind", []), r"buffers\[1\]\.kind: .*found \[\]"),
-    (
-        cell("buffers", 1, "nbytes", -1),
-        r"buffers\[1\]\.nbytes: .*greater than or equal to 0; found -1",
-    ),
-    (cell("buffers", 1, "nbytes", 1.0), r"buffers\[1\]\.nbytes: .*valid integer"),
-    (cell("buffers", 1, "nbytes", True), r"buffers\[1\]\.nbytes: .*valid integer"),
-    (cell("buffers", 1, "name", None), r"buffers\[1\]\.name: .*valid string"),
     (cell("buffers", 3, "payload", "A"), r"buffers\[3\]\.payload: .*base64"),
     (cell("buffers", 3, "payload", "ü==="), r"buffers\[3\]\.payload: .*base64"),
-    (cell("buffers", 3, "payload", 5), r"buffers\[3\]\.payload: .*valid bytes"),
     (cell("buffers", 0, "gather", 4), r"buffers\[0\]\.gather is 4, which is no id out of 4"),
     (cell("tensors", 2, "buffer", 5), r"tensors\[2\]\.buffer is 5, which is no id out of 5"),
-    (
-        cell("tensors", 2, "buffer", -1),
-        r"tensors\[2\]\.buffer: .*greater than or equal to 0; found -1",
-    ),
-    (cell("tensors", 2, "buffer", True), r"tensors\[2\]\.buffer: .*valid integer; found True"),
-    (cell("tensors", 2, "dtype", 32), r"tensors\[2\]\.dtype: .*valid string"),
-    (
-        cell("tensors", 2, "shape", [2, -8]),
-        r"tensors\[2\]\.shape\[1\]: .*greater than or equal to 0; found -8",
-    ),
-    (cell("tensors", 2, "stride", "12"), r"tensors\[2\]\.stride: .*valid array"),
-    (cell("tensors", 2, "offset", None), r"tensors\[2\]\.offset: .*valid integer"),
-    (cell("tasks", 1, "op", None), r"tasks\[1\]\.op: .*valid string"),
-    (cell("tasks", 1, "label", 1), r"tasks\[1\]\.label: .*valid string"),
-    (cell("tasks", 1, "args", None), r"tasks\[1\]\.args: .*valid array"),
     (cell("tasks", 1, "args", [{"ref": 4}]), r"tasks\[1\]\.args is 4, which is no id out of 4"),
-    (
-        cell("tasks", 1, "args", [{"ref": 1, "x": 1}]),
-        r"tasks\[1\]\.args\[0\]: .*stands for no argument",
+    *(
+        (
+            cell("tasks", 1, "args", [x]),
+            rf"tasks\[1\]\.args\[0\]: {re.escape(str(x))} stands for no",
+        )
+        for x in NO_ARGUMENTS
     ),
-    (cell("tasks", 1, "args", [{}]), r"tasks\[1\]\.args\[0\]: {} stands for no argument"),
-    (
-        cell("tasks", 1, "args", [{"symbol": ["dtype"]}]),
-        r"tasks\[1\]\.args\[0\]: .*stands for no argument",
-    ),
-    (
-        cell("tasks", 1, "args", [{"symbol": [1, "x"]}]),
-        r"tasks\[1\]\.args\[0\]: .*stands for no argument",
-    ),
-    (
-        cell("tasks", 1, "args", [{"float": "1"}]),
-        r"tasks\[1\]\.args\[0\]: .*stands for no argument",
-    ),
-    (cell("tasks", 1, "args", [{"float": 1}]), r"tasks\[1\]\.args\[0\]: .*stands for no argument"),
     (cell("tasks", 1, "args", [[{"bytes": "?"}]]), r"tasks\[1\]\.args\[0\]: .*not base64"),
     (cell("tasks", 1, "kwargs", [["x"]]), r"tasks\[1\]\.kwargs\[0\]\[1\]: Field required"),
-    (
-        cell("tasks", 1, "kwargs", [[1, 2]]),
-        r"tasks\[1\]\.kwargs\[0\]\[0\]: .*valid string; found 1",
-    ),
     (
         cell("tasks", 1, "kwargs", [["x", {"y": 1}]]),
         r"tasks\[1\]\.kwargs\[0\]\[1\]: .*stands for no argument",
     ),
     (cell("tasks", 1, "kwargs", [["x", [{"ref": 4}]]]), r"tasks\[1\]\.kwargs is 4"),
     (cell("tasks", 1, "results", [9]), r"tasks\[1\]\.results is 9, which is no id out of 4"),
-    (
-        cell("tasks", 1, "workspace_bytes", -5),
-        r"tasks\[1\]\.workspace_bytes: .*greater than or equal to 0; found -5",
-    ),
-    (cell("tasks", 1, "flops", 0.5), r"tasks\[1\]\.flops: .*valid integer"),
-    (cell("tasks", 1, "moved_bytes", "0"), r"tasks\[1\]\.moved_bytes: .*valid integer"),
-    (
-        cell("tasks", 1, "time_ns", -1),
-        r"tasks\[1\]\.time_ns: .*greater than or equal to 0; found -1",
-    ),
-    (
-        cell("inputs", 0, "position", -1),
-        r"inputs\[0\]\.position: .*greater than or equal to 0; found -1",
-    ),
     (cell("inputs", 0, "tensor", 4), r"inputs\[0\]\.tensor is 4"),
     (cell("outputs", 0, "tensor", 4), r"outputs\[0\]\.tensor is 4"),
-    (cell("outputs", 1, "position", "0"), r"outputs\[1\]\.position: .*valid integer"),
-    (cell("outputs", 2, "host", -1), r"outputs\[2\]\.host: .*greater than or equal to 0; found -1"),
-    (cell("calls", 1, "name", None), r"calls\[1\]\.name: .*valid string"),
-    (cell("calls", 1, "class_name", 1), r"calls\[1\]\.class_name: .*valid string"),
-    (cell("calls", 1, "depth", -1), r"calls\[1\]\.depth: .*greater than or equal to 0; found -1"),
 ]
 
 
@@ -207,24 +196,10 @@ WRONG_MEMGRAPHS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (field("routed", [5]), r"routed\[0\]\.buffer is 5, which is no id out of 5"),
     (field("extra", 1), "^extra: Extra inputs are not permitted"),
     (lambda d: d["graph"].pop("tasks"), r"graph\.tasks: Field required"),
-    (lambda d: d["graph"]["buffers"][1].update(kind=1), r"graph\.buffers\[1\]\.kind: .*found 1"),
-    (
-        lambda d: d["graph"]["tensors"][2].update(buffer=5),
-        r"tensors\[2\]\.buffer is 5, which",
-    ),
-    (field("policy", []), "policy: .*valid string"),
-    (field("arena_bytes", -1), "arena_bytes: .*greater than or equal to 0; found -1"),
-    (field("alignment", "64"), "alignment: .*valid integer"),
-    (field("host_bytes", 0.0), "host_bytes: .*valid integer"),
+    (lambda d: d["graph"]["tensors"][2].update(buffer=5), r"tensors\[2\]\.buffer is 5, which"),
     (cell("nodes", 1, "kind", "evict"), r"nodes\[1\]\.kind: .*should be 'resident'.*found 'evict'"),
     (lambda d: d["nodes"][1]["extent"].pop("offset"), r"nodes\[1\]\.extent\.offset: Field req"),
-    (cell("nodes", 1, "extent.offset", -64), r"nodes\[1\]\.extent\.offset: .*found -64"),
-    (cell("nodes", 1, "extent.nbytes", 1.5), r"nodes\[1\]\.extent\.nbytes: .*valid integer"),
-    (cell("nodes", 1, "extent", [0, 64]), r"nodes\[1\]\.extent: .*object; found \[0, 64\]"),
-    (cell("edges", 0, "after", -1), r"edges\[0\]\.after: .*greater than or equal to 0; found -1"),
     (cell("edges", 0, "kind", "why"), r"edges\[0\]\.kind: .*should be 'data'.*found 'why'"),
-    (cell("exit", 0, "extent.offset", None), r"exit\[0\]\.extent\.offset: .*found None"),
-    (field("host_slots", [[2, -1]]), r"host_slots\[0\]\[1\]: .*found -1"),
 ]
 
 
@@ -260,11 +235,7 @@ def test_wrong_ids_are_the_checkers(edit: Callable[[dict[str, Any]], Any], messa
 WRONG_TIMELINES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d.pop("total_ns"), "^total_ns: Field required"),
     (cell("spans", 0, "end_ns", 4), r"spans\[0\] ends at 4 ns, before it starts at 5 ns"),
-    (field("total_ns", -1), "total_ns: .*greater than or equal to 0; found -1"),
-    (cell("spans", 0, "node", -1), r"spans\[0\]\.node: .*greater than or equal to 0; found -1"),
     (cell("spans", 0, "lane", "d2d"), r"spans\[0\]\.lane: .*should be 'compute'.*found 'd2d'"),
-    (cell("spans", 0, "start_ns", 0.5), r"spans\[0\]\.start_ns: .*valid integer"),
-    (cell("spans", 0, "name", 3), r"spans\[0\]\.name: .*valid string"),
 ]
 
 
@@ -276,11 +247,7 @@ def test_wrong_timelines_are_refused(edit: Callable[[dict[str, Any]], Any], mess
 
 WRONG_PROFILES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda d: d.pop("source"), "^source: Field required"),
-    (field("flops_per_s", 1), "flops_per_s: .*object; found 1"),
-    (field("flops_per_s", {"default": "1"}), r"flops_per_s\.default: .*valid number"),
-    (field("h2d_bytes_per_s", True), "h2d_bytes_per_s: .*valid number; found True"),
     (field("h2d_bytes_per_s", 10**400), "h2d_bytes_per_s: .*finite number"),
-    (field("capacity_bytes", 1.5), "capacity_bytes: .*valid integer"),
 ]
 
 
