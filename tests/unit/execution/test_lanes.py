@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("every_transfer_is_large")
 
 CPU = torch.device("cpu")
 every_two_lanes = pytest.mark.parametrize(("first", "second"), [*permutations(LANES, 2)])
-every_lane = pytest.mark.parametrize("lane", LANES, ids=[lane.value for lane in LANES])
 
 # --- order and overlap -----------------------------------------------------------------------
 
@@ -119,9 +118,11 @@ def test_random_programs_keep_their_order_with_delays_on(seed: int) -> None:
         return action
 
     lanes = CpuLanes(delays_of(seed, 50))
-    lanes.run(program, {s.node.id: act(s) for s in program.merged})
+    for _ in range(2):
+        done[:] = [False] * len(done)
+        lanes.run(program, {s.node.id: act(s) for s in program.merged})
+        assert early == [] and all(done)
     lanes.close()
-    assert early == [] and all(done)
 
 
 def test_delays_come_at_seams_of_every_lane_and_keep_their_limit(
@@ -404,41 +405,6 @@ def test_a_device_that_cannot_be_delayed_is_named(caplog: pytest.LogCaptureFixtu
     assert "lane_delay_seed has no effect: torch cannot delay paper" in caplog.text
     lanes.run(program, logging_actions(program)[0])
     assert not [what for what, _ in device.log if what.startswith("delay")]
-
-
-@every_lane
-def test_a_lane_runs_its_steps_in_order(lanes: CpuLanes, lane: Lane) -> None:
-    program = program_of(*(f"{lane.value} s{i}" for i in range(50)))
-    actions, log = logging_actions(program)
-    lanes.run(program, actions)
-    assert log == list(range(50))
-
-
-def test_a_step_waits_for_several_lanes(lanes: CpuLanes) -> None:
-    program = program_of("h2d r", "d2h o", "compute t", "compute u <r <o")
-    gates, log = [Gate(), Gate()], []
-
-    def held(own: int) -> Callable[[], None]:
-        def action() -> None:
-            gates[own].wait()
-            log.append(own)
-
-        return action
-
-    def release() -> None:
-        gates[1].open()
-        gates[0].open()
-
-    lanes.run(program, {0: held(0), 1: held(1), 2: release, 3: lambda: log.append(3)})
-    assert sorted(log[:2]) == [0, 1] and log[2] == 3
-
-
-def test_a_program_can_be_run_again(lanes: CpuLanes) -> None:
-    program = program_of("h2d r", "compute t <r", "d2h o <t")
-    actions, log = logging_actions(program)
-    for _ in range(3):
-        lanes.run(program, actions)
-    assert log == [0, 1, 2] * 3
 
 
 def test_threads_end_with_lanes_that_nobody_closed() -> None:
