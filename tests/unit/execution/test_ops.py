@@ -400,24 +400,3 @@ def test_an_op_that_no_cpu_has_is_named() -> None:
 
     with pytest.raises(TaskMismatchError, match="this host cannot compute .* no kernel for Half"):
         run_on_host(op, [torch.ones(1)], {}, [torch.ones(1)])
-
-
-def test_an_in_place_op_runs_as_it_is() -> None:
-    x, y = rand(3), rand(3)
-    expected = x + y
-    bench = Bench(x, y)
-    bound = bench.bind("aten.add_.Tensor", (Ref(0), Ref(1)), (0,))
-    assert bound.call is aten.add_.Tensor
-    bench.run(bound)
-    assert torch.equal(x, expected)
-
-
-@pytest.mark.parametrize(
-    ("op", "args"), [("aten.clone.default", (Ref(0),)), ("aten.zeros_like.default", (Ref(0),))]
-)
-def test_the_result_of_a_copy_or_a_fill_may_come_with_the_call(
-    op: str, args: tuple[Any, ...]
-) -> None:
-    bench = Bench(rand(3), nan(3), late=(0, 1))
-    bench.run(bench.bind(op, args, (1,)))
-    assert not bench.tensors[1].isnan().any()
