@@ -105,7 +105,8 @@ def test_what_is_printed_is_read_back_to_two_decimals(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "alignment", "expected"), [(0, 64, 0), (1, 64, 64), (64, 64, 64), (65, 64, 128)]
+    ("nbytes", "alignment", "expected"),
+    [(0, 64, 0), (1, 64, 64), (64, 64, 64), (65, 64, 128), (100, 1, 100), (100, 512, 512)],
 )
 def test_sizes_are_rounded_up(nbytes: int, alignment: int, expected: int) -> None:
     assert align_up(nbytes, alignment) == expected

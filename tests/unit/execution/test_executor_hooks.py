@@ -124,15 +124,3 @@ def test_a_pass_that_reloads_its_entry_has_spans_of_that(rig: Callable[..., Rig]
     assert reloaded >= missing
     made(torch.randn(N, N))
     assert made.executor.entry_missing == set()
-
-
-def test_hooks_may_come_and_go_between_passes(rig: Callable[..., Rig]) -> None:
-    hooks: list[OpHook] = []
-    log: list[int] = []
-    made = rig(negated(), hooks=hooks)
-    made(torch.ones(3))
-    hooks.append(OpHook(before=lambda t, o: log.append(t.index)))
-    made(torch.ones(3))
-    hooks.clear()
-    made(torch.ones(3))
-    assert log == [0]

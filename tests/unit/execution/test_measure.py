@@ -301,10 +301,3 @@ def test_a_fused_product_takes_nothing_on_an_accelerator() -> None:
 def test_an_op_without_out_overload_takes_its_results_at_least() -> None:
     (task,) = measured(attention())
     assert task.workspace_bytes >= (2 * 16 * 32 + 2 * 16) * 4
-
-
-def test_a_join_takes_nothing() -> None:
-    draft = Draft()
-    draft.join(draft.tensor(ACTIVATION, 8))
-    (task,) = measured(draft)
-    assert task.workspace_bytes == 0

@@ -20,16 +20,8 @@ from tests.unit.planning.sketches import sketch
 EMPTY = TaskGraph("empty", (), (), ())
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "alignment", "expected"),
-    [(1, 64, 64), (64, 64, 64), (65, 64, 128), (100, 1, 100), (100, 512, 512)],
-)
-def test_sizes_are_rounded_up_to_the_alignment(nbytes: int, alignment: int, expected: int) -> None:
-    assert extent_bytes(nbytes, alignment) == expected
-
-
 def test_an_empty_buffer_gets_one_unit() -> None:
-    assert extent_bytes(0, 64) == 64
+    assert extent_bytes(0, 512) == 512
 
 
 def test_uses_are_reads_writes_and_touches_in_order() -> None:

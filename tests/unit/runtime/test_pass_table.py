@@ -352,14 +352,3 @@ def test_a_resident_model_needs_room_for_all_weights_and_activations() -> None:
     assert found.needs.needed_budget_bytes == outside + 4 * 64 + 64
     assert found.resident_bytes == outside + 10_000 + 2 * 64
     assert made.table.maker.most_resident_bytes == found.resident_bytes
-
-
-def test_bytes_of_libraries_count_in_every_pass() -> None:
-    made = remembering()
-    first, second = made.found(OneSizeGraph(), 4, 5)
-    before = [p.needs.non_arena_bytes for p in (first, second)]
-    made.table.maker.meter.library_bytes += 1000
-    made.table._count_library()
-    assert [p.needs.non_arena_bytes for p in (first, second)] == [b + 1000 for b in before]
-    (third,) = made.found(OneSizeGraph(), 6)
-    assert third.needs.non_arena_bytes > 1000 + before[0] - 2 * 64
