@@ -36,46 +36,27 @@ MODELS: dict[str, Callable[[], Any]] = {
     "opt": partial(make_model, "opt", **SIZES, ffn_dim=160, word_embed_proj_dim=HIDDEN),
     "mixtral": partial(make_model, "mixtral", **LIKE_LLAMA),  # has leaf modules
 }
+
+
+def of(bucket: int, persistence: int, **others: int) -> dict[str, int]:
+    return {"prefetch_bucket_size": bucket, "param_persistence_threshold": persistence, **others}
+
+
+MATRICES = 2 * HIDDEN * HIDDEN
 # The two thresholds, both limits and the bucket: each out of the way, and each in it.
 SETTINGS: dict[str, dict[str, int]] = {
     "defaults": {},
-    "neither prefetch nor persistence": {
-        "prefetch_bucket_size": 0,
-        "param_persistence_threshold": 0,
-    },
-    "a small bucket": {"prefetch_bucket_size": 5_000, "param_persistence_threshold": 100},
-    "a larger bucket": {"prefetch_bucket_size": 15_000, "param_persistence_threshold": 0},
-    "the authors'": {
-        "prefetch_bucket_size": 2 * HIDDEN * HIDDEN,
-        "param_persistence_threshold": HIDDEN,
-        "max_live_parameters": 2 * HIDDEN * HIDDEN,
-    },
-    "few live parameters": {
-        "prefetch_bucket_size": 50_000,
-        "param_persistence_threshold": 1_000,
-        "max_live_parameters": 60_000,
-    },
-    "persistence knob": {
-        "prefetch_bucket_size": 10_000,
-        "param_persistence_threshold": EVERY_PARAMETER,
-        "model_persistence_threshold": 90_000,
-    },
-    "persistence knob, few live parameters": {
-        "prefetch_bucket_size": 2 * HIDDEN * HIDDEN,
-        "param_persistence_threshold": EVERY_PARAMETER,
-        "model_persistence_threshold": 120_000,
-        "max_live_parameters": 2 * HIDDEN * HIDDEN,
-    },
-    "no reuse": {
-        "prefetch_bucket_size": 20_000,
-        "param_persistence_threshold": 0,
-        "max_reuse_distance": 0,
-    },
-    "some reuse": {
-        "prefetch_bucket_size": 30_000,
-        "param_persistence_threshold": 0,
-        "max_reuse_distance": 100_000,
-    },
+    "neither prefetch nor persistence": of(0, 0),
+    "a small bucket": of(5_000, 100),
+    "a larger bucket": of(15_000, 0),
+    "the authors'": of(MATRICES, HIDDEN, max_live_parameters=MATRICES),
+    "few live parameters": of(50_000, 1_000, max_live_parameters=60_000),
+    "persistence knob": of(10_000, EVERY_PARAMETER, model_persistence_threshold=90_000),
+    "persistence knob, few live parameters": of(
+        MATRICES, EVERY_PARAMETER, model_persistence_threshold=120_000, max_live_parameters=MATRICES
+    ),
+    "no reuse": of(20_000, 0, max_reuse_distance=0),
+    "some reuse": of(30_000, 0, max_reuse_distance=100_000),
 }
 CASES = [
     *(("llama", setting) for setting in SETTINGS),
