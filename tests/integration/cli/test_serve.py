@@ -79,6 +79,7 @@ def test_a_stream_ends_with_the_last_token(served: Any) -> None:
 def test_a_prompt_beyond_the_longest_context_is_refused(served: Any, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError, match=f"longest context has {POSITIONS}"):
         asked(served, "x " * POSITIONS, stream=stream)
+    assert asked(served, "hello").choices
 
 
 def test_a_request_without_room_is_refused_with_both_numbers(

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 
 from ds_finepage.errors import CaptureError, FinepageError
@@ -20,93 +19,80 @@ from tests.integration.cli.endpoints import (
     asked_at_once,
     client_of,
     error_of_the_end,
-    held_back,
     leave_one,
     num_runs,
     plain_answer,
     running,
     wait_until,
 )
+from tests.integration.cli.test_serve import (
+    test_a_client_that_reads_slowly_holds_up_nobody,
+    test_a_prompt_beyond_the_longest_context_is_refused,
+    test_a_stream_ends_with_the_last_token,
+)
 
-pytest.importorskip("transformers.cli.serving.systemone")  # transformers 5.24
+__all__ = [
+    "test_a_client_that_reads_slowly_holds_up_nobody",
+    "test_a_prompt_beyond_the_longest_context_is_refused",
+    "test_a_stream_ends_with_the_last_token",
+]
 
 TEXTS = ["hello", "def main(): " * 9, "one two three", "a", "hello hello"]
 
 
 @pytest.fixture(scope="module")
-def shared(served_folder: Path) -> Iterator[SimpleNamespace]:
+def served(served_folder: Path) -> Iterator[SimpleNamespace]:
     """An endpoint whose clients share passes."""
     words = ("--device-budget", "150%weights", "--continuous-batching", 4)
     with running(served_folder, *words) as found:
         yield found
 
 
-def test_clients_share_passes_and_get_the_tokens_of_the_model(shared: Any) -> None:
-    before = num_runs(shared)
-    assert asked_at_once(shared, TEXTS) == {text: plain_answer(shared, text) for text in TEXTS}
-    assert num_runs(shared) - before < 8 * len(TEXTS)
-    stats = handle_in(shared.model).stats
+def test_clients_share_passes_and_get_the_tokens_of_the_model(served: Any) -> None:
+    before = num_runs(served)
+    assert asked_at_once(served, TEXTS) == {text: plain_answer(served, text) for text in TEXTS}
+    assert num_runs(served) - before < 8 * len(TEXTS)
+    stats = handle_in(served.model).stats
     assert stats.reloaded_bytes and not stats.unplanned_reasons
 
 
-def test_a_stream_ends_with_the_last_token(shared: Any) -> None:
-    chunks = asked(shared, "hello", stream=True)
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text and plain_answer(shared, "hello").startswith(text)
-    assert chunks[-1].choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_beyond_the_longest_context_is_refused(shared: Any, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"longest context has {POSITIONS}"):
-        asked(shared, "x " * POSITIONS, stream=stream)
-    assert asked(shared, "hello").choices
-
-
-def test_a_generation_ends_with_the_longest_context(shared: Any) -> None:
-    with client_of(shared) as client:
+def test_a_generation_ends_with_the_longest_context(served: Any) -> None:
+    with client_of(served) as client:
         found = client.completions.create(
-            model=shared.name, prompt="hello", temperature=0, max_tokens=10_000
+            model=served.name, prompt="hello", temperature=0, max_tokens=10_000
         )
     assert found.usage.total_tokens <= POSITIONS + 1
 
 
-def test_a_client_that_reads_slowly_holds_up_nobody(shared: Any) -> None:
-    answers: list[Any] = []
-    text = held_back(shared, "hello", lambda: answers.append(asked(shared, "one two three")))
-    assert text == plain_answer(shared, "hello")
-    assert answers[0].choices[0].message.content == plain_answer(shared, "one two three")
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_generation_ends_when_its_client_goes(shared: Any, stream: bool) -> None:
-    before = num_runs(shared)
-    leave_one(shared, stream=stream)
-    batches = batches_of(shared)
+def test_a_generation_ends_when_its_client_goes(served: Any, stream: bool) -> None:
+    before = num_runs(served)
+    leave_one(served, stream=stream)
+    batches = batches_of(served)
     wait_until(lambda: not batches.scheduler.has_pending_requests())
-    assert num_runs(shared) - before < 100
+    assert num_runs(served) - before < 100
 
 
-def test_passes_begin_again_behind_an_error(shared: Any) -> None:
-    batches = batches_of(shared)
+def test_passes_begin_again_behind_an_error(served: Any) -> None:
+    batches = batches_of(served)
     passes = batches._cb
     passes.stop(hard_stop=True)
     passes.background_thread_status.record_fatal_error(RuntimeError("a pass has failed"))
-    assert asked(shared, "hello").choices[0].message.content == plain_answer(shared, "hello")
+    assert asked(served, "hello").choices[0].message.content == plain_answer(served, "hello")
 
 
 def test_a_signal_lets_a_generation_end_with_an_error(
-    shared: Any, monkeypatch: pytest.MonkeyPatch
+    served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the last test here that asks, since the endpoint ends."""
-    batches = batches_of(shared)
-    assert error_of_the_end(shared, monkeypatch).status_code == 503
+    batches = batches_of(served)
+    assert error_of_the_end(served, monkeypatch).status_code == 503
     with pytest.raises(FinepageError, match="ended before the last token"):
-        batches.init_cb(shared.model, shared.model.generation_config)
+        batches.init_cb(served.model, served.model.generation_config)
 
 
-def batches_of(shared: Any) -> Any:
-    return shared.server._end.function.__self__
+def batches_of(served: Any) -> Any:
+    return served.server._end.function.__self__
 
 
 # What is refused.
