@@ -50,7 +50,6 @@ def test_a_cache_larger_than_the_budget_goes_to_host_memory(device: torch.device
         assert 0 < meter.peak_bytes <= handle.stats.budget_bytes < cache_bytes
     assert handle.stats.num_caches_on_host == 2
     assert not handle.stats.unplanned_reasons
-    handle.detach()
 
 
 def test_a_decode_step_with_its_cache_in_host_memory_waits_behind_the_pass(
@@ -70,7 +69,6 @@ def test_a_decode_step_with_its_cache_in_host_memory_waits_behind_the_pass(
         found = waits_of(card, lambda: model(new, **{CACHE: cache}, **LAST))
     assert handle.stats.num_caches_on_host == 1
     assert found == {"gather_rows": 1, "settle": WIDE_CACHE["num_hidden_layers"]}
-    handle.detach()
 
 
 def test_continuous_batching_holds_the_budget_and_waits_for_its_arguments(
@@ -90,7 +88,6 @@ def test_continuous_batching_holds_the_budget_and_waits_for_its_arguments(
         card.reset_switches()
     assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
     assert not handle.stats.unplanned_reasons
-    handle.detach()
 
 
 def test_rows_of_a_prompt_wait_in_host_memory_while_they_move(
@@ -107,7 +104,6 @@ def test_rows_of_a_prompt_wait_in_host_memory_while_they_move(
         for _ in range(3):
             assert torch.equal(prompt_and_steps(model, device).cpu(), plain)
     assert kept and all(rows.device.type == "cpu" for rows in kept)
-    handle.detach()
 
 
 @only_cut_plans()

@@ -73,4 +73,3 @@ def test_the_host_never_waits_inside_a_pass(
         logits(model, ids)
     finally:
         set_mode("default")
-    handle.detach()

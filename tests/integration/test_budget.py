@@ -192,4 +192,3 @@ def test_a_refusal_ends_when_what_was_held_is_let_go(split: bool) -> None:
     held.clear()
     for ids, expected in zip(calls, plain, strict=True):
         torch.testing.assert_close(logits(model, ids), expected)
-    handle.detach()

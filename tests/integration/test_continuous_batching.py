@@ -39,30 +39,25 @@ def test_requests_get_the_plain_tokens_within_the_budget(
     model = make()
     expected = tokens_of(model, num_blocks=64)
     handle = attach(model, device_budget="90%weights", device="cpu")
-    try:
-        with metered(monkeypatch) as meters:
-            assert tokens_of(model) == expected
-        (meter,) = meters
-        stats = handle.stats
-        assert 0 < meter.peak_bytes <= stats.budget_bytes
-        assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
-        num_tasks = 40 * model.config.num_hidden_layers
-        assert min(p.num_tasks for p in stats.passes) > num_tasks  # the whole model is one graph
-        assert stats.num_captures <= 6
-        assert tokens_of(model, max_memory_percent=0.6) == expected  # a cache of another size
-        assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-    finally:
-        handle.detach()
+    with metered(monkeypatch) as meters:
+        assert tokens_of(model) == expected
+    (meter,) = meters
+    stats = handle.stats
+    assert 0 < meter.peak_bytes <= stats.budget_bytes
+    assert stats.num_unplanned_graphs == stats.num_unplanned_modules == 0
+    num_tasks = 40 * model.config.num_hidden_layers
+    assert min(p.num_tasks for p in stats.passes) > num_tasks  # the whole model is one graph
+    assert stats.num_captures <= 6
+    assert tokens_of(model, max_memory_percent=0.6) == expected  # a cache of another size
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    handle.detach()
     assert tokens_of(model, num_blocks=64) == expected
 
 
 def test_a_cache_that_leaves_no_room_for_the_weights_is_refused_by_name() -> None:
     model = llama()
-    handle = attach(model, device_budget="60%weights", device="cpu")
-    try:
-        outputs = outputs_of(model, num_blocks=400)
-        assert all("min_budget_bytes" in str(output.error) for output in outputs)
-        assert not any(output.generated_tokens for output in outputs)
-        assert all(tokens_of(model))
-    finally:
-        handle.detach()
+    attach(model, device_budget="60%weights", device="cpu")
+    outputs = outputs_of(model, num_blocks=400)
+    assert all("min_budget_bytes" in str(output.error) for output in outputs)
+    assert not any(output.generated_tokens for output in outputs)
+    assert all(tokens_of(model))

@@ -41,23 +41,20 @@ def test_a_step_reloads_the_experts_that_it_uses(family: str, way: str, dtype: t
     model.set_experts_implementation(way)
     expected = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
     handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOWER_LINK)
-    try:
-        tokens(model, token_ids(5), NUM_TOKENS, cache=None)
-        budget = handle.stats.min_budget_bytes
-        for seed in range(3):
-            debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
-            handle.replan(budget_bytes=budget, debug=debug)
-            with DeviceMeter(torch.device("cpu")) as meter:
-                found = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
-            assert torch.equal(found, expected)
-            assert meter.peak_bytes <= budget
-        step: PassStats = max(handle.stats.passes, key=lambda p: p.num_runs)
-        # Two of eight in each layer; whatever else there is, once.
-        others = handle.stats.weight_bytes - expert_bytes(model)
-        assert step.last_reloaded_bytes <= expert_bytes(model) // 4 + others
-        assert step.last_reloaded_bytes >= step.lower_bound_bytes
-    finally:
-        handle.detach()
+    tokens(model, token_ids(5), NUM_TOKENS, cache=None)
+    budget = handle.stats.min_budget_bytes
+    for seed in range(3):
+        debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed)
+        handle.replan(budget_bytes=budget, debug=debug)
+        with DeviceMeter(torch.device("cpu")) as meter:
+            found = tokens(model, token_ids(5), NUM_TOKENS, cache=None)
+        assert torch.equal(found, expected)
+        assert meter.peak_bytes <= budget
+    step: PassStats = max(handle.stats.passes, key=lambda p: p.num_runs)
+    # Two of eight in each layer; whatever else there is, once.
+    others = handle.stats.weight_bytes - expert_bytes(model)
+    assert step.last_reloaded_bytes <= expert_bytes(model) // 4 + others
+    assert step.last_reloaded_bytes >= step.lower_bound_bytes
 
 
 def test_tokens_that_agree_on_experts_move_less_than_was_planned() -> None:
@@ -66,19 +63,16 @@ def test_tokens_that_agree_on_experts_move_less_than_was_planned() -> None:
     with torch.no_grad():
         expected = model(alike, use_cache=False).logits
     handle = attach(model, device_budget="1GiB", device="cpu", profile=SLOW_LINK)
-    try:
-        with torch.no_grad():
-            model(alike, use_cache=False)
-            handle.replan(budget_bytes=handle.stats.min_budget_bytes)
-            assert torch.equal(model(alike, use_cache=False).logits, expected)
-        (memgraph, _) = handle.plans()[0]
-        (stats,) = handle.stats.passes
-        assert memgraph.routed
-        at_most = sum(
-            memgraph.bytes_at(memgraph.nodes[n]) - memgraph.graph.buffers[r.buffer].nbytes // 4
-            for n, r in memgraph.routed_reloads.items()
-        )
-        moved = stats.last_reloaded_bytes - stats.last_entry_reloaded_bytes
-        assert moved == memgraph.reloaded_bytes - at_most  # six of eight planned, two used
-    finally:
-        handle.detach()
+    with torch.no_grad():
+        model(alike, use_cache=False)
+        handle.replan(budget_bytes=handle.stats.min_budget_bytes)
+        assert torch.equal(model(alike, use_cache=False).logits, expected)
+    (memgraph, _) = handle.plans()[0]
+    (stats,) = handle.stats.passes
+    assert memgraph.routed
+    at_most = sum(
+        memgraph.bytes_at(memgraph.nodes[n]) - memgraph.graph.buffers[r.buffer].nbytes // 4
+        for n, r in memgraph.routed_reloads.items()
+    )
+    moved = stats.last_reloaded_bytes - stats.last_entry_reloaded_bytes
+    assert moved == memgraph.reloaded_bytes - at_most  # six of eight planned, two used

@@ -69,7 +69,6 @@ def test_decode_steps_are_fused_and_the_same_in_plain_transformers(fused_rows: l
         if t.op in PACKED_PRODUCTS
     ]
     assert asked and all(asked)
-    handle.detach()
 
 
 @pytest.mark.usefixtures("fused_rows")

@@ -32,4 +32,3 @@ def test_short_prompts_copy_little_again_after_a_long_one(monkeypatch: pytest.Mo
     long, short = copied[2], copied[1]
     assert copied[4] < short + (long - short) / 4 > copied[7]
     assert not handle.stats.unplanned_reasons
-    handle.detach()

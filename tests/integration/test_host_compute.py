@@ -103,15 +103,13 @@ def test_whole_products_of_the_host_give_the_same_bits_within_the_budget(
     expected = logits(model, ids), tokens(model, ids, NUM_TOKENS, cache=None)
     forced(choose)
     handle = attached(model)
-    try:
-        with DeviceMeter(CPU) as meter:
-            assert torch.equal(logits(model, ids), expected[0])
-            assert torch.equal(tokens(model, ids, NUM_TOKENS, cache=None), expected[1])
-        assert num_host_tasks(handle) > 0
-        assert meter.peak_bytes <= handle.stats.budget_bytes
-        assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-    finally:
-        handle.detach()
+    with DeviceMeter(CPU) as meter:
+        assert torch.equal(logits(model, ids), expected[0])
+        assert torch.equal(tokens(model, ids, NUM_TOKENS, cache=None), expected[1])
+    assert num_host_tasks(handle) > 0
+    assert meter.peak_bytes <= handle.stats.budget_bytes
+    assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
+    handle.detach()
     assert torch.equal(logits(model, ids), expected[0])
 
 
@@ -139,7 +137,6 @@ def test_the_host_multiplies_by_whole_experts(
         if buffer.kind is BufferKind.MASTER
     }
     assert any("experts" in name for name in on_host)
-    handle.detach()
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -156,7 +153,6 @@ def test_packed_products_of_the_host_give_the_same_bits(
     assert torch.equal(logits(model, ids), expected[0])
     assert torch.equal(tokens(model, ids, NUM_TOKENS, cache=None), expected[1])
     assert num_host_tasks(handle) > 0
-    handle.detach()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -172,7 +168,6 @@ def test_cut_products_have_the_tokens_of_whole_ones_and_no_larger_error(
     error = (logits(model, ids) - true).abs().max()
     assert num_host_tasks(handle) > 0
     assert error <= 2 * (plain - true).abs().max()
-    handle.detach()
 
 
 def test_cut_products_give_equal_tokens_in_bfloat16(forced: Any) -> None:
@@ -182,7 +177,6 @@ def test_cut_products_give_equal_tokens_in_bfloat16(forced: Any) -> None:
     handle = attached(model, split=True)
     assert torch.equal(tokens(model, ids, NUM_TOKENS, cache=None), expected)
     assert num_host_tasks(handle) > 0
-    handle.detach()
 
 
 def test_delays_on_every_lane_change_nothing(forced: Any) -> None:
@@ -194,7 +188,6 @@ def test_delays_on_every_lane_change_nothing(forced: Any) -> None:
         debug = DebugConfig(poison_vacated=True, lane_delay_seed=seed, max_lane_delay_us=300)
         handle.replan(debug=debug)
         assert torch.equal(tokens(model, ids, 3, cache=None), expected)
-    handle.detach()
 
 
 def each(attended: Sequence[Attention]) -> Sequence[Attention]:
@@ -253,7 +246,6 @@ def test_attention_of_the_host_has_no_larger_error(
     assert (near - true).abs().max() <= 2 * (plain - true).abs().max()
     assert num_attended(handle) > 0 and meter.peak_bytes <= handle.stats.budget_bytes
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
-    handle.detach()
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -266,7 +258,6 @@ def test_attention_of_the_host_gives_equal_tokens_in_bfloat16(
     attends(choose)
     handle = attached(model, "80%weights", kv_cache="host")
     assert torch.equal(steps(model, **given)[0], expected) and num_attended(handle) > 0
-    handle.detach()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +274,6 @@ def test_beams_drafts_and_static_caches_give_equal_tokens(
     handle = attached(model, "80%weights", kv_cache="host")
     assert torch.equal(greedy(model, **settings), expected)
     assert (num_attended(handle) > 0) is ("cache_implementation" not in settings)
-    handle.detach()
 
 
 def test_delays_on_every_lane_change_no_attention(attends: Any) -> None:
@@ -296,7 +286,6 @@ def test_delays_on_every_lane_change_no_attention(attends: Any) -> None:
         handle.replan(debug=debug)
         assert torch.equal(tokens(model, ids, 4, cache=None), expected)
     assert num_attended(handle) > 0
-    handle.detach()
 
 
 def test_the_planner_lets_the_host_attend_where_that_is_faster() -> None:
@@ -305,7 +294,6 @@ def test_the_planner_lets_the_host_attend_where_that_is_faster() -> None:
     handle = attached(model, "2MiB", kv_cache="host")
     assert torch.equal(tokens(model, ids, NUM_TOKENS, cache=None), expected)
     assert num_attended(handle) > 0
-    handle.detach()
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -328,7 +316,6 @@ def test_the_host_is_measured_where_the_profile_does_not_know_it() -> None:
     handle.detach()
     handle = attached(make_model("llama"), host_compute="off")
     assert not handle.profile.has_host
-    handle.detach()
 
 
 def test_a_changed_weight_is_the_one_that_the_host_reads(forced: Any) -> None:
@@ -355,14 +342,12 @@ def test_hooks_see_the_products_of_the_host(forced: Any) -> None:
     products = [operands for op, operands in seen if op == "aten.mm.default"]
     shapes = {tuple(weight.shape) for _, weight in products}
     assert tuple(model.lm_head.weight.t().shape) in shapes
-    handle.detach()
 
 
 def test_a_policy_without_the_lane_says_so(caplog: pytest.LogCaptureFixture) -> None:
     handle = attached(make_model("llama"), policy="horizon")
     assert "finepage.host_compute has no effect: policy horizon" in caplog.text
     assert not handle.profile.has_host
-    handle.detach()
 
 
 def test_packed_weights_need_a_compiler(
@@ -375,7 +360,6 @@ def test_packed_weights_need_a_compiler(
     handle.detach()
     handle = attached(make_model("llama"))
     assert handle.profile.has_host
-    handle.detach()
 
 
 def test_attention_needs_a_compiler(
@@ -385,7 +369,6 @@ def test_attention_needs_a_compiler(
     handle = attached(make_model("llama"))
     assert "this machine compiles none: there is no C compiler" in caplog.text
     assert not handle.profile.has_host
-    handle.detach()
 
 
 @pytest.mark.parametrize("shared", [{"has_whole_model": False}, {"collects_weights": True}])
@@ -396,7 +379,6 @@ def test_ranks_that_share_a_model_compute_on_the_device(
     handle = attached(make_model("llama"), ranks=type("SharedRanks", (Ranks,), shared | rows)())
     assert "finepage.host_compute has no effect: several ranks share the model" in caplog.text
     assert not handle.profile.has_host
-    handle.detach()
 
 
 def test_weights_in_files_are_no_weights_in_host_memory(

@@ -243,7 +243,6 @@ def test_host_memory_of_a_cache_is_that_of_a_run(model: Path) -> None:
     }
     assert handle.stats.num_caches_on_host == 1
     assert sum(room.nbytes() for room in rooms) == forecast_bytes
-    handle.detach()
 
 
 @pytest.mark.parametrize("command", ["plan", "curve", "grid"])

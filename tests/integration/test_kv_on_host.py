@@ -53,7 +53,6 @@ def test_results_are_those_of_plain_transformers(family: str, budget: str) -> No
     assert handle.stats.num_caches_on_host >= 3
     assert handle.stats.num_unplanned_graphs == handle.stats.num_unplanned_modules == 0
     assert 0 < meter.peak_bytes <= handle.stats.budget_bytes
-    handle.detach()
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -68,7 +67,6 @@ def test_a_large_cache_competes_with_the_weights_from_the_start(is_whole: bool) 
     assert handle.stats.num_captures == 2
     step = handle.stats.passes[-1]
     assert 0 < step.last_reloaded_bytes <= 1.3 * step.lower_bound_bytes
-    handle.detach()
 
 
 def test_a_cache_that_stays_on_the_device_is_refused_where_it_has_no_room() -> None:
@@ -78,7 +76,6 @@ def test_a_cache_that_stays_on_the_device_is_refused_where_it_has_no_room() -> N
     with pytest.raises(PlanInfeasibleError):
         greedy(model, input_ids=token_ids(100, batch=6), max_new_tokens=6)
     assert handle.stats.num_caches_on_host == 0
-    handle.detach()
 
 
 def test_a_policy_that_keeps_caches_on_the_device_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,7 +86,6 @@ def test_a_policy_that_keeps_caches_on_the_device_says_so(caplog: pytest.LogCapt
     assert message in caplog.messages
     greedy(model, input_ids=token_ids(8), max_new_tokens=2)
     assert handle.stats.num_caches_on_host == 0
-    handle.detach()
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
@@ -99,4 +95,3 @@ def test_a_cache_may_have_its_older_name() -> None:
     handle = attach(model, device_budget="60%weights", device="cpu", kv_cache="host")
     assert all(map(torch.equal, stepped(model, name="past_key_values"), plain))
     assert handle.stats.num_caches_on_host > 0
-    handle.detach()

@@ -92,7 +92,6 @@ def test_each_refusal_names_more_until_the_call_runs_within_what_was_named(
     handle.replan(budget_bytes=budget * 10 // 11)  # the least is not far below
     with pytest.raises(PlanInfeasibleError, match="Other steps of the call may need more"):
         work(model)
-    handle.detach()
 
 
 def test_a_refusal_leaves_no_trace() -> None:
@@ -110,7 +109,6 @@ def test_a_refusal_leaves_no_trace() -> None:
     for layer, (keys, values) in zip(cache.layers, rows, strict=True):
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
     assert handle.stats.num_unplanned_graphs == 0 and not handle.stats.reloaded_bytes
-    handle.detach()
 
 
 class Broken(torch.nn.Module):

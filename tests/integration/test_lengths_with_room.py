@@ -38,4 +38,3 @@ def test_lengths_that_fit_alone_are_neither_captured_nor_planned_one_by_one(
         assert handle.stats.num_plans == before + num_more
     assert handle.stats.num_captures == 2
     assert handle.stats.num_caches_on_host == handle.stats.num_unplanned_graphs == 0
-    handle.detach()

@@ -90,11 +90,10 @@ def test_a_checkpoint_is_packed_as_it_comes_and_saved_packed(
     again = load(tmp_path / "packed")
     assert_same(again, same)
     assert again.config.quantization_config.form == form
-    handle = ds_finepage.attach(
+    ds_finepage.attach(
         again, device_budget="120%weights", weights=form.name, weights_group=form.group
     )
     assert torch.equal(logits(again, PROMPT), logits(same, PROMPT))
-    handle.detach()
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

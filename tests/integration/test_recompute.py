@@ -135,7 +135,6 @@ def test_hooks_see_what_runs_again(model: nn.Module) -> None:
         assert seen == list(memgraph.graph.tasks)
         assert handle.stats.num_plans == num_plans
         handle.replan()
-    handle.detach()
 
 
 def test_every_cheap_op_exists_and_draws_no_random_numbers() -> None:

@@ -36,11 +36,8 @@ def attached(model: Any, work: Callable[[Any], Any]) -> Iterator[Handle]:
     handle = attach(model, device_budget="64MiB", device="cpu")
     work(model)
     handle.replan(budget_bytes=handle.stats.min_budget_bytes)
-    try:
-        yield handle
-        assert handle.stats.num_caches_on_host == handle.stats.num_unplanned_graphs == 0
-    finally:
-        handle.detach()
+    yield handle
+    assert handle.stats.num_caches_on_host == handle.stats.num_unplanned_graphs == 0
 
 
 def step(model: Any, cache: Any, seed: int, num_new: int = 1) -> torch.Tensor:

@@ -129,7 +129,6 @@ def test_the_last_row_of_a_batch_is_that_of_plain_transformers() -> None:
     handle.register_op_hook()  # the engine does not step aside
     assert torch.equal(logits(model, ids, **last), plain)
     assert handle.stats.num_resident_runs == 0
-    handle.detach()
 
 
 # Hooks, and what is raised in them.
@@ -208,4 +207,3 @@ def test_a_plan_reads_masters_in_reloads_only(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(2):  # entering a plan, and in its steady state
             assert torch.equal(model(x), plain)
     assert seen == [(True, 0)] * 2 and not handle.stats.num_unplanned_modules
-    handle.detach()

@@ -86,4 +86,3 @@ def test_rows_are_brought_in_as_soon_as_not_everything_fits() -> None:
     for _ in range(2):
         assert torch.equal(call(model, ids), plain)
     assert handle.stats.passes[0].last_reloaded_bytes == 0
-    handle.detach()

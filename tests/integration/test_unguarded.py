@@ -82,7 +82,6 @@ def attached() -> Iterator[tuple[Whole, Handle]]:
     with torch.no_grad():
         yield model, handle
     assert handle.stats.num_unplanned_modules == 0
-    handle.detach()
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -137,4 +136,3 @@ def test_hooks_that_the_forward_installs_itself_cost_no_second_trace() -> None:
         for _ in range(3):
             assert torch.equal(model(X), plain(X))
     assert handle.stats.num_captures == 1
-    handle.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,10 +48,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
-    yield made
-    made.handle.detach()
+def rig() -> Rig:
+    return Rig()
 
 
 def written(parameter: nn.Parameter, master: torch.Tensor, new: torch.Tensor) -> None:
