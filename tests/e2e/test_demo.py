@@ -1,4 +1,4 @@
-"""``ds-finepage demo`` with a model that is too small to take time."""
+"""``ds-finepage demo`` and ``compare`` with a model that is too small to take time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pydantic import TypeAdapter
 
 from ds_finepage.capture.models import load_model_config
 from ds_finepage.cli import demo
+from ds_finepage.compare import arms
+from ds_finepage.compare.checkpoint import make_checkpoint
 from ds_finepage.compare.worker import RUNS
 from ds_finepage.reporting.results import (
     CompareSettings,
@@ -232,3 +234,14 @@ def test_both_engines_run_on_two_ranks(tmp_path: Path, environment: dict[str, st
 
 def test_a_kept_folder_is_not_overwritten(kept: Kept, cli: Cli) -> None:
     cli.refuses("demo", "--keep", kept[0], says="has results")
+
+
+def test_all_arms_have_the_same_tokens(tmp_path: Path, environment: dict[str, str]) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    make_checkpoint(model, tiny_config(tmp_path), num_layers=2)
+    command = ["compare", "--model", str(model), "--out", str(out), "--arms", "all", "--json"]
+    options = ["--device-budget", "90%weights", "--prompt", "8", "--new", "5", "--repeats", "1"]
+    done = finepage(*command, *options, environment=environment)
+    runs = json.loads(done.stdout)["runs"]
+    found = [(run["arm"], run["reason"], run["tokens_equal"]) for run in runs]
+    assert found == [(arm, None, True) for arm in arms.ARMS]

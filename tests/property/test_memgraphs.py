@@ -14,12 +14,16 @@ from ds_finepage.checker.checker import check, violations
 from ds_finepage.errors import PlanInfeasibleError
 from ds_finepage.graph.memgraph import PUBLISHED, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
+from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.policies import PAGING, POLICIES
+from ds_finepage.planning.problem import Problem
+from tests.property.brute_force import fewest_moved_bytes, tiny_graph
 from tests.property.strategies import taskgraphs
 from tests.property.token_interpreter import run_random_order
 from tests.unit.planning.sketches import plan
 
+NUM_GRAPHS = 250
 NUM_ORDERS = 4
 NUM_PASSES = 3
 MAX_STEADY_PASSES = 8
@@ -242,3 +246,25 @@ def test_hard_graphs(policy: str, name: str) -> None:
     """Graphs whose plans were wrong before."""
     graph, arena_bytes = HARD[name]
     prove(plan(graph, arena_bytes=arena_bytes, policy=policy, alignment=1), arena_bytes, 0)
+
+
+@pytest.mark.slow
+def test_the_plan_moves_as_few_bytes_as_the_best_of_all_schedules() -> None:
+    """Tiny taskgraphs, of which all schedules can be tried."""
+    equal = moved_by_all = fewest_of_all = 0
+    for seed in range(NUM_GRAPHS):
+        rng = random.Random(seed)
+        graph = tiny_graph(rng)
+        arena_bytes = rng.randrange(
+            min_arena_bytes(graph, 64), ample_arena_bytes(graph, 64) + 1, 64
+        )
+        found = check(plan_finepage(Problem(graph, arena_bytes=arena_bytes, alignment=64)))
+        moved = found.reloaded_bytes + found.offloaded_bytes
+        # This optimum needs no contiguous bytes, so it may be out of reach.
+        fewest = fewest_moved_bytes(graph, arena_bytes)
+        assert fewest is not None and moved >= fewest
+        equal += moved == fewest
+        moved_by_all += moved
+        fewest_of_all += fewest
+    assert equal >= 0.88 * NUM_GRAPHS
+    assert moved_by_all <= 1.7 * fewest_of_all
