@@ -75,13 +75,10 @@ def _estimate(graph: TaskGraph, task: Task, *, into_place: bool, on_accelerator:
     # The kind of argument decides whether there is an overload, not the tensors themselves.
     bound = bind(task, lambda _: None, patches=[], into_place=into_place)
     copied = task.results if bound.call is run_and_copy else ()
-    own_bytes = _unpacked_bytes(graph, task, on_accelerator=on_accelerator)
-    return own_bytes + sum(_result_bytes(graph, r) for r in copied if r is not None)
-
-
-def _result_bytes(graph: TaskGraph, tensor: int) -> int:
-    view = graph.tensors[tensor]
-    return math.prod(view.shape) * int(getattr(torch, view.dtype).itemsize)
+    nbytes = _unpacked_bytes(graph, task, on_accelerator=on_accelerator)
+    for view in (graph.tensors[r] for r in copied if r is not None):
+        nbytes += math.prod(view.shape) * getattr(torch, view.dtype).itemsize
+    return nbytes
 
 
 def _unpacked_bytes(graph: TaskGraph, task: Task, *, on_accelerator: bool) -> int:
