@@ -14,7 +14,7 @@ Source: "Fine-Grained Paging Mechanism for Offloading-Reloading Tensor for LLM" 
 2. A buffer that is reserved and not yet written is dropped without a copy.
 3. A buffer has one slot in host memory for the whole pass, so its copy is made once.
 4. A pass is planned again on the residency that it leaves, until that is what it finds
-   (``policies.plan_steady``). The published algorithm plans one pass.
+   (``pipeline.plan_checked``). The published algorithm plans one pass.
 5. If the buffers of one task fit only side by side, all others are evicted and these get new
    places (:meth:`HorizonPlanner._repack`). The published algorithm has no answer there.
 6. A weight stays after its last use until its bytes are needed, for the next pass uses it again.

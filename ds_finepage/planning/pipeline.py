@@ -17,22 +17,24 @@ from ds_finepage.planning.bounds import LowerBound, lower_bound
 from ds_finepage.planning.budget import non_arena_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.finepage.stacking import SharedResident
+from ds_finepage.planning.host_lane import with_host_lane
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
 from ds_finepage.planning.policies import (
     CAN_SPLIT,
     EngineSettings,
-    plan_steady,
     policy_named,
     unpacking_that_fits,
-    with_parts_that_fit,
 )
 from ds_finepage.planning.problem import Problem
-from ds_finepage.planning.rewrite.embeddings import gather_rows
-from ds_finepage.planning.rewrite.exact_slices import least_sliced_bytes
+from ds_finepage.planning.rewrite.embeddings import gather_rows, tables_to_leave
+from ds_finepage.planning.rewrite.exact_slices import least_sliced_bytes, slices_that_fit
 from ds_finepage.planning.rewrite.host_products import host_bytes
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
-from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.simulator import predicted_ns, simulate
 from ds_finepage.planning.time_bound import least_time_beside_host_ns, least_time_ns
+
+MAX_STEADY_ROUNDS = 8
+"""Passes to plan before taking a plan whose exit differs from its entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,21 +129,31 @@ def bound_of(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> Lowe
 
 
 def graph_to_plan(graph: TaskGraph, arena_bytes: int, settings: PlanSettings) -> TaskGraph:
-    """Return the pass as the policy gets it.
+    """Return the pass as the policy gets it. Results stay the same, bit by bit.
 
-    Weights are unpacked a slice at a time, and rows are looked up if tables are in the way.
+    Weights are unpacked a slice at a time. Rows that are looked up replace embedding tables that
+    are in the way. A cyclic policy gets the rows as soon as not everything fits, for it then has
+    more room to keep weights. Other policies that page get them if they could not run otherwise. If
+    the rows are not enough, weights are cut where that changes no bit. A policy that cuts weights
+    decides about rows itself, and the baselines get the pass as it is.
 
     Args:
         graph: The captured pass.
         arena_bytes: Size of the arena.
         settings: How to plan.
+
+    Raises:
+        ConfigError: Unknown policy.
     """
+    policy, alignment = policy_named(settings.policy), settings.alignment
     graph = unpacking_that_fits(graph, policy=settings.policy, split=settings.split)
-    if settings.cuts_weights:
-        return graph  # the policy itself decides about rows
-    return with_parts_that_fit(
-        graph, arena_bytes=arena_bytes, policy=settings.policy, alignment=settings.alignment
-    )
+    if settings.cuts_weights or not policy.pages:
+        return graph
+    if min_arena_bytes(graph, alignment) > arena_bytes:
+        return slices_that_fit(gather_rows(graph), arena_bytes, alignment)
+    if policy.is_cyclic and needed_arena_bytes(graph, alignment) > arena_bytes:
+        return gather_rows(graph, kept=tables_to_leave(graph, arena_bytes))
+    return graph
 
 
 def plan_checked(
@@ -151,6 +163,10 @@ def plan_checked(
     shared: Sequence[SharedResident] = (),
 ) -> Planned:
     """Plan the pass that comes again and again, and check the plan.
+
+    A cyclic policy lets the host compute where that is faster. One that carries residency is
+    planned on its own exit until entry and exit agree. If they never do, the last plan is returned:
+    a run of it reloads the difference in every pass.
 
     Args:
         graph: The captured pass.
@@ -163,21 +179,28 @@ def plan_checked(
         PlanInfeasibleError: The arena is too small for this policy.
         InvalidPlanError: The plan breaks a rule, which is a fault of the planner.
     """
+    policy, profile = policy_named(settings.policy), settings.profile
     with collector_off():
-        choose = policy_named(settings.policy).engine_settings
-        if choose is not None and settings.engine is None:
-            problem = Problem(graph, arena_bytes, settings.alignment, settings.profile)
-            settings = replace(settings, engine=choose([(problem, 1)]))
-        memgraph = plan_steady(
-            graph,
-            arena_bytes=arena_bytes,
-            policy=settings.policy,
-            alignment=settings.alignment,
-            profile=settings.profile,
-            split=settings.split,
+        problem = Problem(
+            graph_to_plan(graph, arena_bytes, settings),
+            arena_bytes,
+            settings.alignment,
+            profile,
+            settings.split,
             shared=shared,
             engine=settings.engine,
         )
+        if policy.engine_settings is not None and settings.engine is None:
+            settings = replace(settings, engine=policy.engine_settings([(problem, 1)]))
+            problem = replace(problem, engine=settings.engine)
+        memgraph = policy.plan(problem)
+        if profile.has_host and policy.is_cyclic:
+            plans = [memgraph, *(policy.plan(problem.of(way)) for way in with_host_lane(problem))]
+            memgraph = min(plans, key=lambda plan: predicted_ns(plan, profile)[0])
+        for _ in range(MAX_STEADY_ROUNDS if policy.carries_residency else 0):
+            if set(memgraph.entry) == set(memgraph.exit):
+                break
+            memgraph = policy.plan(replace(problem, entry=memgraph.exit))
         return Planned(graph, check(memgraph), settings)
 
 

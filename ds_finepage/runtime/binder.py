@@ -11,7 +11,7 @@ from ds_finepage.execution.executor import Executor, OpHook
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.parts import on_device
 from ds_finepage.planning.finepage.stacking import residents_of
-from ds_finepage.planning.pipeline import Planned, graph_to_plan, plan_checked
+from ds_finepage.planning.pipeline import Planned, plan_checked
 from ds_finepage.planning.policies import CYCLIC
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.parted_ranks import shape_of
@@ -49,9 +49,8 @@ def plan_pass(found: Pass, arena_bytes: int, settings: RunSettings, counters: Co
     """
     theirs = alternating_plan(found, arena_bytes)
     residents = () if theirs is None else residents_of(theirs)
-    graph = graph_to_plan(found.graph, arena_bytes, settings.planning)
     start = time.perf_counter_ns()
-    planned = plan_checked(graph, arena_bytes, settings.planning, residents)
+    planned = plan_checked(found.graph, arena_bytes, settings.planning, residents)
     counters.plan_ns += time.perf_counter_ns() - start
     counters.num_plans += 1
     return planned

@@ -21,9 +21,9 @@ from ds_finepage.execution.measure import estimate_workspaces
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, Task, TaskGraph
 from ds_finepage.planning.liveness import needed_arena_bytes
-from ds_finepage.planning.policies import plan_steady
 from tests.integration.families import CACHE, make_model
 from tests.unit.capture.replay import replay
+from tests.unit.planning.steady import plan_steady
 
 PUBLISHED_PARAMETERS = {
     "llama-7b": 6_738_415_616,

@@ -18,11 +18,9 @@ from ds_finepage.errors import ConfigError
 from ds_finepage.execution import disk, file_weights, host_attention
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.attention import HOST_ATTENTION, Attention
-from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import MemGraph
-from ds_finepage.graph.taskgraph import BufferKind
+from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
 from ds_finepage.packing import native
-from ds_finepage.planning import policies
+from ds_finepage.planning import pipeline
 from ds_finepage.planning.host_lane import can_attend, can_multiply
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.host_attention import with_host_attention
@@ -66,19 +64,22 @@ def some_rows(units: Sequence[Divisible]) -> dict[int, int]:
     return {u.buffer: rng.randint(0, u.num_rows // (n := steps[u.buffer])) * n for u in units}
 
 
+def take_way(monkeypatch: pytest.MonkeyPatch, way: Callable[[Problem], TaskGraph]) -> None:
+    """Let plans of the product have a lane of the host, also where it is slower."""
+    monkeypatch.setattr(pipeline, "with_host_lane", lambda problem: [way(problem)])
+    monkeypatch.setattr(pipeline, "predicted_ns", lambda plan, _: (-len(plan.graph.host_tasks), 0))
+
+
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Choose], None]]:
     """Let the host compute what a test chooses, however long that takes."""
 
     def force(choose: Choose) -> None:
-        def plan(
-            problem: Problem, profile: HardwareProfile, policy: policies.Policy, best: MemGraph
-        ) -> MemGraph:
+        def way(problem: Problem) -> TaskGraph:
             units = can_multiply(problem.graph)
-            graph = with_host_rows(problem.graph, units, choose(units))
-            return policy.plan(problem.of(graph))
+            return with_host_rows(problem.graph, units, choose(units))
 
-        monkeypatch.setattr(policies, "_with_host_lane", plan)
+        take_way(monkeypatch, way)
 
     torch._dynamo.reset()
     yield force
@@ -203,13 +204,10 @@ def attends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Let the host attend in the layers that a test chooses, however long that takes."""
 
     def force(choose: Any) -> None:
-        def plan(
-            problem: Problem, profile: HardwareProfile, policy: policies.Policy, best: MemGraph
-        ) -> MemGraph:
-            graph = with_host_attention(problem.graph, choose(can_attend(problem.graph)))
-            return policy.plan(problem.of(graph))
+        def way(problem: Problem) -> TaskGraph:
+            return with_host_attention(problem.graph, choose(can_attend(problem.graph)))
 
-        monkeypatch.setattr(policies, "_with_host_lane", plan)
+        take_way(monkeypatch, way)
 
     torch._dynamo.reset()
     return force

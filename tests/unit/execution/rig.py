@@ -16,8 +16,8 @@ from ds_finepage.execution.lanes import make_lanes
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import ample_arena_bytes
-from ds_finepage.planning.policies import plan_steady
 from tests.unit.execution.graphs import ACTIVATION, HOST, INPUT, OUTPUT, WEIGHT, Draft
+from tests.unit.planning.steady import plan_steady
 
 CPU = torch.device("cpu")
 N = 8

@@ -24,7 +24,6 @@ from ds_finepage.planning.host_lane import (
 )
 from ds_finepage.planning.liveness import needed_arena_bytes
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
-from ds_finepage.planning.policies import plan_steady
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.rewrite.host_attention import with_host_attention
@@ -38,6 +37,7 @@ from tests.property.test_forecasts import machine as any_machine
 from tests.unit.graph.attended import Layers, attended
 from tests.unit.planning.finepage.test_packed_weights import ROWS, WIDTH, layers
 from tests.unit.planning.finepage.test_search import machine
+from tests.unit.planning.steady import plan_steady
 
 UNIT = 64
 GRAPH = gather_rows(matmul_chain([512] * 49))

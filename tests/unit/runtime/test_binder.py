@@ -12,8 +12,9 @@ from ds_finepage import api, whatif
 from ds_finepage.errors import InvalidPlanError, PlanInfeasibleError
 from ds_finepage.graph.memgraph import Extent, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TaskGraph
-from ds_finepage.planning import pipeline
-from ds_finepage.planning.policies import plan_steady
+from ds_finepage.planning.finepage.search import plan_finepage
+from ds_finepage.planning.policies import POLICIES
+from ds_finepage.planning.problem import Problem
 from ds_finepage.runtime import binder as module
 from ds_finepage.runtime.binder import Binder, plan_pass
 from ds_finepage.runtime.device_memory import DeviceState
@@ -220,9 +221,9 @@ def test_more_workspace_of_rewritten_tasks_makes_a_smaller_arena(
 # --- every plan is checked -------------------------------------------------------------------
 
 
-def spoiled_plan(*args: Any, **kwargs: Any) -> MemGraph:
+def spoiled_plan(problem: Problem) -> MemGraph:
     """Let a weight come in over whatever lies at the start of the arena."""
-    memgraph = plan_steady(*args, **kwargs)
+    memgraph = plan_finepage(problem)
     at = next(n.id for n in memgraph.nodes if n.kind is NodeKind.ALLOC and n.extent.offset)
     nodes = list(memgraph.nodes)
     nodes[at] = replace(nodes[at], extent=Extent(0, nodes[at].extent.nbytes))
@@ -252,7 +253,7 @@ def by_forecast() -> None:
 @pytest.mark.parametrize("make", (by_binder, by_hand, by_forecast))
 def test_a_new_plan_is_checked(make: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     make()
-    monkeypatch.setattr(pipeline, "plan_steady", spoiled_plan)
+    monkeypatch.setitem(POLICIES, "finepage", replace(POLICIES["finepage"], plan=spoiled_plan))
     with pytest.raises(InvalidPlanError, match="breaks .* rule"):
         make()
 

@@ -13,11 +13,11 @@ from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph, Ten
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.liveness import needed_arena_bytes
-from ds_finepage.planning.policies import plan_steady
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from ds_finepage.planning.simulator import simulate
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.planning.finepage.test_search import machine
+from tests.unit.planning.steady import plan_steady
 
 UNIT, WEIGHT, ROWS, LAYERS = 64, 640, 6400, 8
 

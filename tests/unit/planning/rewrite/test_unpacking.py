@@ -15,11 +15,11 @@ from ds_finepage.graph.unpacking import unpacked_buffers
 from ds_finepage.planning.bounds import lower_bound_bytes
 from ds_finepage.planning.finepage.search import min_split_arena_bytes
 from ds_finepage.planning.liveness import ample_arena_bytes, live_activation_bytes, min_arena_bytes
-from ds_finepage.planning.policies import plan_steady
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
 from tests.property.token_interpreter import run_random_order
 from tests.unit.execution.graphs import ACTIVATION, INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.planning.finepage.test_packed_weights import results_of
+from tests.unit.planning.steady import plan_steady
 
 ROWS, WIDTH, GROUP = 256, 128, 32
 FLOAT = Symbol("dtype", "float32")
