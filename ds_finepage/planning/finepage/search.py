@@ -37,7 +37,7 @@ from ds_finepage.planning.finepage.held_rows import ways_to_hold
 from ds_finepage.planning.finepage.residency import WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.small_arena import plans_without_ring
-from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
+from ds_finepage.planning.finepage.streaming import streaming_plans
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.liveness import min_arena_bytes
 from ds_finepage.planning.problem import Problem
@@ -118,7 +118,9 @@ def _offer(plans: BestPlans, problem: Problem, candidates: Candidates) -> bool:
 
 def _plans_that_cut(plans: BestPlans, problem: Problem) -> Iterator[Plan | None]:
     """Yield plans that cut weights, unless all weights fit as they are."""
-    yield from resident_plans(problem)
+    room = problem.arena_bytes - top_of(place_activations(problem))
+    if WeightClasses.of(problem, may_split=False).missing_bytes(room) <= 0:
+        yield from _plans_with_ring(plans, problem, may_split=False)
     if not plans.moves_nothing:
         yield from _plans_with_ring(plans, _looking_rows_up(problem), may_split=True)
 

@@ -9,7 +9,7 @@ from functools import partial
 from ds_finepage.graph.memgraph import Extent, MemGraph
 from ds_finepage.planning.finepage.choices import Choice, Chooser
 from ds_finepage.planning.finepage.forecast import Forecaster, Plan, can_forecast
-from ds_finepage.planning.finepage.held_rows import Held, ways_to_hold
+from ds_finepage.planning.finepage.held_rows import Held
 from ds_finepage.planning.finepage.residency import FIXED_SHARE, RingShape, WeightClasses
 from ds_finepage.planning.finepage.ring import place_activations, write_plan
 from ds_finepage.planning.finepage.small_arena import weights_by_first_use
@@ -17,18 +17,6 @@ from ds_finepage.planning.finepage.stacking import spread_order, stack_down
 from ds_finepage.planning.layout import top_of
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.split import packed_units
-
-
-def resident_plans(problem: Problem) -> Iterator[MemGraph | None]:
-    """Yield the plans that reload nothing, if all weights fit."""
-    weights = WeightClasses.of(problem, may_split=False)
-    if weights.missing_bytes(problem.arena_bytes) > 0:
-        return
-    for held in ways_to_hold(problem):
-        placed = place_activations(problem, held)
-        if weights.missing_bytes(problem.arena_bytes - top_of(placed)) <= 0:
-            whole = Choice(problem.graph, [])
-            yield plan_streaming(problem, whole, placed, 0)
 
 
 def streaming_plans(

@@ -12,10 +12,11 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import TO_HOST, BufferKind, TaskGraph
 from ds_finepage.planning.bounds import lower_bound
 from ds_finepage.planning.finepage import best_plans, search
+from ds_finepage.planning.finepage.forecast import Forecast
 from ds_finepage.planning.finepage.held_rows import Held, copies_to_host, ways_to_hold
 from ds_finepage.planning.finepage.ring import place_activations
 from ds_finepage.planning.finepage.search import plan_finepage
-from ds_finepage.planning.finepage.streaming import resident_plans, streaming_plans
+from ds_finepage.planning.finepage.streaming import streaming_plans
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import predicted_ns, simulate
 from ds_finepage.planning.time_bound import least_time_ns
@@ -103,9 +104,12 @@ def test_nothing_is_held_without_copies_or_without_a_machine() -> None:
 
 def planned(problem: Problem, *, holds: bool = True) -> tuple[MemGraph, int]:
     """Return the first plan that reloads nothing, or the last one, which holds none; its time."""
-    plan = list(resident_plans(problem))[0 if holds else -1]
-    assert plan is not None
-    return check(plan), time_of(plan, problem)
+    *_, nothing = ways = list(ways_to_hold(problem))
+    found = streaming_plans(problem, may_split=False, held=ways[0] if holds else nothing)
+    plan = next(p for p in found if p is not None)
+    assert isinstance(plan, Forecast)
+    assert plan.plan.reloaded_bytes == 0
+    return check(plan.plan), time_of(plan.plan, problem)
 
 
 def time_of(plan: MemGraph, problem: Problem) -> int:
