@@ -339,7 +339,7 @@ def forms_of(captured: CapturedModel, *, policy: str, split: bool) -> list[Form]
     for form in forms:
         if form is None:
             continue
-        needs = form.needs_if(cuts_weights=split and chosen.can_split, looks_up_rows=chosen.pages)
+        needs = form.needs_if(cuts_weights=split and chosen.is_cyclic, looks_up_rows=chosen.pages)
         # The budget is divided for the whole tables, whatever the policy does with them.
         found.append((form, dataclasses.replace(needs, non_arena_bytes=form.needs.non_arena_bytes)))
     return found

@@ -20,7 +20,6 @@ from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.host_lane import with_host_lane
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes, require_feasible
 from ds_finepage.planning.policies import (
-    CAN_SPLIT,
     EngineSettings,
     policy_named,
     unpacking_that_fits,
@@ -59,7 +58,7 @@ class PlanSettings:
     @property
     def cuts_weights(self) -> bool:
         """True if plans may cut weights and the policy can."""
-        return self.split and self.policy in CAN_SPLIT
+        return self.split and policy_named(self.policy).is_cyclic
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,9 @@ def plan_checked(
 ) -> Planned:
     """Plan the pass that comes again and again, and check the plan.
 
-    A cyclic policy lets the host compute where that is faster. One that carries residency is
-    planned on its own exit until entry and exit agree. If they never do, the last plan is returned:
-    a run of it reloads the difference in every pass.
+    A cyclic policy lets the host compute where that is faster. A pass that leaves another residency
+    than it finds is planned on what it leaves, until both agree. If they never do, the last plan is
+    returned: a run of it reloads the difference in every pass.
 
     Args:
         graph: The captured pass.
@@ -197,7 +196,7 @@ def plan_checked(
         if profile.has_host and policy.is_cyclic:
             plans = [memgraph, *(policy.plan(problem.of(way)) for way in with_host_lane(problem))]
             memgraph = min(plans, key=lambda plan: predicted_ns(plan, profile)[0])
-        for _ in range(MAX_STEADY_ROUNDS if policy.carries_residency else 0):
+        for _ in range(MAX_STEADY_ROUNDS):
             if set(memgraph.entry) == set(memgraph.exit):
                 break
             memgraph = policy.plan(replace(problem, entry=memgraph.exit))

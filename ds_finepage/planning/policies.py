@@ -39,8 +39,7 @@ class Policy:
         plan: Plans one pass.
         pages: It pages op by op, so any arena in which every task fits is enough. The others do
             what another system does, and may need more.
-        is_cyclic: It pages, and chooses the residency that a pass finds and leaves.
-        can_split: It can cut weights.
+        is_cyclic: It pages, cuts weights, and chooses the residency that a pass finds and leaves.
         is_zero: It stands for ZeRO-Inference.
         engine_settings: Chooses the settings of the system that a baseline stands for, for passes
             of one model, given with the number of times that each runs. None if there are none.
@@ -50,14 +49,8 @@ class Policy:
     plan: Callable[[Problem], MemGraph]
     pages: bool = False
     is_cyclic: bool = False
-    can_split: bool = False
     is_zero: bool = False
     engine_settings: Callable[[Sequence[tuple[Problem, int]]], EngineSettings] | None = None
-
-    @property
-    def carries_residency(self) -> bool:
-        """True if the policy takes the residency that it finds, and leaves another."""
-        return self.pages and not self.is_cyclic
 
 
 def _zero(name: str, choose: Callable[[Sequence[tuple[Problem, int]]], ZeroSettings]) -> Policy:
@@ -74,7 +67,7 @@ def _zero(name: str, choose: Callable[[Sequence[tuple[Problem, int]]], ZeroSetti
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy(name="finepage", plan=plan_finepage, pages=True, is_cyclic=True, can_split=True),
+        Policy(name="finepage", plan=plan_finepage, pages=True, is_cyclic=True),
         Policy(name="horizon", plan=plan_horizon, pages=True),
         Policy(name="horizon-published", plan=plan_horizon_published, pages=True),
         _zero("zero", lambda passes: ZeroSettings()),
@@ -84,10 +77,6 @@ POLICIES = {
         Policy(name="static", plan=plan_static),
     )
 }
-
-PAGING = tuple(p.name for p in POLICIES.values() if p.pages)
-CYCLIC = tuple(p.name for p in POLICIES.values() if p.is_cyclic)
-CAN_SPLIT = tuple(p.name for p in POLICIES.values() if p.can_split)
 
 
 def policy_named(name: str) -> Policy:
@@ -115,4 +104,4 @@ def unpacking_that_fits(graph: TaskGraph, *, policy: str, split: bool) -> TaskGr
     chosen = policy_named(policy)
     if not chosen.pages:
         return graph
-    return unpack_by_rows(graph, cuts_products=split and chosen.can_split)
+    return unpack_by_rows(graph, cuts_products=split and chosen.is_cyclic)

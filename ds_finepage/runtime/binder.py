@@ -12,7 +12,6 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.parts import on_device
 from ds_finepage.planning.finepage.stacking import residents_of
 from ds_finepage.planning.pipeline import Planned, plan_checked
-from ds_finepage.planning.policies import CYCLIC
 from ds_finepage.runtime.device_memory import DeviceMemory
 from ds_finepage.runtime.parted_ranks import shape_of
 from ds_finepage.runtime.pass_table import PassTable
@@ -163,7 +162,7 @@ class Binder:
 
     def _wanted_bytes(self, found: Pass, settings: RunSettings) -> int:
         """Return the bytes of an arena beyond which more have no use."""
-        if settings.planning.policy not in CYCLIC:
+        if not settings.is_cyclic:
             return settings.budget_bytes  # where plans leave gaps, more bytes save copies
         wanted = max(self._table.maker.most_arena_bytes, found.needs.needed_arena_bytes)
         return align_up(wanted, settings.planning.alignment)

@@ -70,7 +70,7 @@ class RunSettings:
         """The part that the planner needs."""
         return PlanSettings(
             policy=self.config.policy,
-            split=self.may_cut and self.config.split and POLICIES[self.config.policy].can_split,
+            split=self.may_cut and self.config.split and self.is_cyclic,
             alignment=device_of(self.device).alignment,
             profile=self.profile,
         )

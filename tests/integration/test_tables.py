@@ -11,8 +11,8 @@ from torch import nn
 from ds_finepage.api import attach
 from ds_finepage.config import DebugConfig
 from ds_finepage.errors import PlanInfeasibleError
-from ds_finepage.planning.policies import PAGING
 from ds_finepage.runtime.handle import Handle
+from tests.unit.planning.sketches import PAGING
 
 WIDTH, NUM_ROWS = 32, 2048
 TABLE_BYTES = 4 * WIDTH * NUM_ROWS
@@ -49,7 +49,7 @@ def attached(model: nn.Module, **settings: Any) -> Handle:
     return attach(model, **{"device_budget": AMPLE, "device": "cpu", **settings})
 
 
-@pytest.mark.parametrize("policy", sorted(PAGING))
+@pytest.mark.parametrize("policy", PAGING)
 def test_a_table_larger_than_the_budget_takes_the_bytes_of_its_rows(policy: str) -> None:
     model = Reader().eval()
     calls = [indices(seed, 2, 5) for seed in range(3)] + [indices(9, 1, 1)]

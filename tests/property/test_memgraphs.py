@@ -16,12 +16,12 @@ from ds_finepage.graph.memgraph import PUBLISHED, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import Buffer, BufferKind, Task, TaskGraph
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
-from ds_finepage.planning.policies import PAGING, POLICIES
+from ds_finepage.planning.policies import POLICIES
 from ds_finepage.planning.problem import Problem
 from tests.property.brute_force import fewest_moved_bytes, tiny_graph
 from tests.property.strategies import taskgraphs
 from tests.property.token_interpreter import run_random_order
-from tests.unit.planning.sketches import plan
+from tests.unit.planning.sketches import PAGING, plan
 
 NUM_GRAPHS = 250
 NUM_ORDERS = 4
@@ -37,7 +37,7 @@ modest = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
-every_paging_policy = pytest.mark.parametrize("policy", sorted(PAGING))
+every_paging_policy = pytest.mark.parametrize("policy", PAGING)
 # These systems bring everything in again in every pass, whatever the room.
 KEEP_NOTHING = ("zero",)
 every_keeping_policy = pytest.mark.parametrize(

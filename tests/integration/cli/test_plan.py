@@ -11,11 +11,11 @@ from ds_finepage.execution import disk
 from ds_finepage.graph import codec
 from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile, profile_names
-from ds_finepage.planning.policies import PAGING, POLICIES
+from ds_finepage.planning.policies import POLICIES
 from tests.commands import Cli
 from tests.integration.cli.models import NUM_PARAMETERS, card
 from tests.integration.engines import python
-from tests.unit.planning.sketches import largest_live_bytes
+from tests.unit.planning.sketches import PAGING, largest_live_bytes
 
 KEYS = """
 model phase batch seq policy hardware weight_bytes kv_bytes kv_on_host budget_bytes
@@ -256,7 +256,7 @@ def test_a_profile_without_a_rate(plan: list[str], tmp_path: Path, rate: Any, cl
     cli.refuses(*plan, "--hardware", path, says="h2d_bytes_per_s")
 
 
-@pytest.mark.parametrize("policy", sorted(PAGING))
+@pytest.mark.parametrize("policy", PAGING)
 def test_the_least_budget_that_is_named_suffices(plan: list[str], policy: str, cli: Cli) -> None:
     """Without cuts a byte less does not."""
     arguments = [*plan, "--policy", policy, "--no-split", "--device-budget"]

@@ -20,7 +20,6 @@ from ds_finepage.execution.reload_sources import ReloadSources
 from ds_finepage.graph.memgraph import Lane
 from ds_finepage.graph.taskgraph import GraphOutput, Task
 from ds_finepage.planning.liveness import min_arena_bytes
-from ds_finepage.planning.policies import PAGING
 from tests.unit.execution.graphs import ACTIVATION, CONSTANT, INPUT, OUTPUT, STATE, WEIGHT, Draft
 from tests.unit.execution.rig import (
     N,
@@ -31,8 +30,9 @@ from tests.unit.execution.rig import (
     negated,
     thrice_tanh,
 )
+from tests.unit.planning.sketches import PAGING
 
-every_policy = pytest.mark.parametrize("policy", sorted(PAGING))
+every_policy = pytest.mark.parametrize("policy", PAGING)
 
 
 # --- results ---------------------------------------------------------------------------------

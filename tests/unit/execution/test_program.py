@@ -11,8 +11,7 @@ from ds_finepage.execution.program import LANES, Program, Step, lower
 from ds_finepage.graph.memgraph import Lane, MemGraph, NodeKind
 from ds_finepage.graph.taskgraph import TO_HOST, TaskGraph
 from ds_finepage.planning.liveness import min_arena_bytes
-from ds_finepage.planning.policies import PAGING
-from tests.unit.planning.sketches import chain, names, plan, sketch
+from tests.unit.planning.sketches import PAGING, chain, names, plan, sketch
 
 COMPUTE, H2D, D2H, *_ = LANES
 UNIT = 64
@@ -96,7 +95,7 @@ GRAPHS = {
 cases = [
     pytest.param(graph, policy, spare, poison, id=f"{name}-{policy}-{spare}-{poison}")
     for name, graph in GRAPHS.items()
-    for policy in sorted(PAGING)
+    for policy in PAGING
     for spare in (0, 1, 3)
     for poison in (False, True)
 ]

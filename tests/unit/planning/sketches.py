@@ -7,10 +7,11 @@ from itertools import accumulate
 
 from ds_finepage.graph.memgraph import EdgeKind, MemGraph, Node, Residency
 from ds_finepage.graph.taskgraph import JOIN, Buffer, BufferKind, Task, TaskGraph
-from ds_finepage.planning.policies import policy_named
+from ds_finepage.planning.policies import POLICIES, policy_named
 from ds_finepage.planning.problem import Problem
 from ds_finepage.reporting.memory import change_at
 
+PAGING = sorted(name for name, policy in POLICIES.items() if policy.pages)
 KINDS = {kind.value[0]: kind for kind in BufferKind}  # w(eight), s(tate), a(ctivation), ...
 
 

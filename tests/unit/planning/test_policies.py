@@ -10,22 +10,16 @@ from ds_finepage.graph.memgraph import PUBLISHED, Extent, MemGraph, Residency
 from ds_finepage.planning import pipeline
 from ds_finepage.planning.liveness import min_arena_bytes, needed_arena_bytes
 from ds_finepage.planning.pipeline import graph_to_plan
-from ds_finepage.planning.policies import (
-    CAN_SPLIT,
-    CYCLIC,
-    PAGING,
-    POLICIES,
-    Policy,
-)
+from ds_finepage.planning.policies import POLICIES, Policy
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.embeddings import gather_rows
 from tests.property.matmul_chains import matmul_chain
-from tests.unit.planning.sketches import chain, plan, sketch
+from tests.unit.planning.sketches import PAGING, chain, plan, sketch
 from tests.unit.planning.steady import plan_settings, plan_steady
 
 HORIZONS = ("horizon", "horizon-published")
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
-ours = pytest.mark.parametrize("policy", sorted(PAGING))
+ours = pytest.mark.parametrize("policy", PAGING)
 carrying = pytest.mark.parametrize("policy", HORIZONS)
 
 
@@ -34,11 +28,9 @@ def test_a_plan_says_which_policy_made_it(policy: str) -> None:
     assert plan(chain(3), arena_bytes=256, policy=policy).policy == policy
 
 
-def test_a_policy_that_pages_is_cyclic_or_carries_residency() -> None:
-    carrying = {p.name for p in POLICIES.values() if p.carries_residency}
-    assert carrying == set(HORIZONS)
-    assert set(CYCLIC) == set(CAN_SPLIT) == {"finepage"}
-    assert set(PAGING) == set(CYCLIC) | carrying
+def test_the_policies_that_page_are_the_cyclic_one_and_the_horizons() -> None:
+    assert {p.name for p in POLICIES.values() if p.is_cyclic} == {"finepage"}
+    assert set(PAGING) == {"finepage", *HORIZONS}
     assert all(name == policy.name for name, policy in POLICIES.items())
 
 
@@ -109,7 +101,7 @@ def test_rows_stand_in_for_a_table_that_is_in_the_way(policy: str) -> None:
     assert rows != graph
     needed = needed_arena_bytes(graph, 64)
     cases = [(needed, graph), (needed - 64, graph), (min_arena_bytes(graph, 64) - 64, graph)]
-    if policy in CYCLIC:
+    if POLICIES[policy].is_cyclic:
         cases[1] = needed - 64, rows
     if policy in PAGING:
         cases[2] = cases[2][0], rows

@@ -13,13 +13,12 @@ from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.best_plans import BestPlans
 from ds_finepage.planning.finepage.search import plan_finepage
 from ds_finepage.planning.pipeline import PlanSettings, plan_checked
-from ds_finepage.planning.policies import PAGING
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.simulator import Costs, simulate
 from tests.unit.checker.by_hand import collecting
 from tests.unit.graph.test_collectives import graph_of
 from tests.unit.graph.test_parts import parted
-from tests.unit.planning.sketches import plan
+from tests.unit.planning.sketches import PAGING, plan
 from tests.unit.planning.test_simulator import PLAIN
 
 LINKED = replace(PLAIN, rank_bytes_per_s=5e8, rank_latency_ns=10)

@@ -15,7 +15,7 @@ from ds_finepage.packing import sliced as _defines_it  # noqa: F401
 from ds_finepage.planning.finepage.search import min_split_arena_bytes, plan_finepage
 from ds_finepage.planning.liveness import ample_arena_bytes, min_arena_bytes
 from ds_finepage.planning.pipeline import PlanSettings, graph_to_plan, needs_of
-from ds_finepage.planning.policies import PAGING, POLICIES
+from ds_finepage.planning.policies import POLICIES
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite import exact_slices
 from ds_finepage.planning.rewrite.embeddings import gather_rows
@@ -28,6 +28,7 @@ from ds_finepage.planning.rewrite.split import divisible_weights, quantum
 from tests.property.matmul_chains import matmul_chain
 from tests.unit.execution.graphs import INPUT, OUTPUT, WEIGHT, Draft
 from tests.unit.planning.finepage.test_packed_weights import layers, results_of
+from tests.unit.planning.sketches import PAGING
 from tests.unit.planning.steady import plan_steady
 
 UNIT = 64
