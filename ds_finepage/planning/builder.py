@@ -40,7 +40,6 @@ class BufferState:
     is_on_host: bool = False  # host memory holds the present contents
     offload: int | None = None  # the node that put them there
     slot_users: list[int] = field(default_factory=list)  # last offload and the reloads since
-    written: bool = False  # has contents, here or in host memory
 
 
 class MemGraphBuilder:
@@ -85,15 +84,10 @@ class MemGraphBuilder:
             state = self.states[residency.buffer]
             state.extent = residency.extent
             state.holder = self._add(NodeKind.RESIDENT, residency.buffer, extent=residency.extent)
-            state.written = True
             self._entry.append(residency)
         for buffer in self._graph.buffers:
-            state = self.states[buffer.id]
-            if buffer.kind is BufferKind.WEIGHT:
-                # A resident weight has its master copy in host memory too: it is always clean.
-                state.is_on_host = state.written = True
-            elif buffer.kind is not BufferKind.ACTIVATION:
-                state.written = buffer.kind is not BufferKind.OUTPUT
+            # A resident weight has its master copy in host memory too: it is always clean.
+            self.states[buffer.id].is_on_host = buffer.kind is BufferKind.WEIGHT
 
     def alloc(self, buffer: int, extent: Extent, vacators: list[int]) -> None:
         """Give an extent to a buffer.
@@ -161,7 +155,7 @@ class MemGraphBuilder:
                 for reader in state.readers:
                     self._edge(reader, node, EdgeKind.ORDER)
                 state.touches.append(node)
-                state.is_on_host, state.written = False, True
+                state.is_on_host = False
             elif is_read and not is_join:
                 state.readers.append(node)
             state.users.append(node)
@@ -170,7 +164,7 @@ class MemGraphBuilder:
     @staticmethod
     def _hold(state: BufferState, node: int) -> None:
         state.holder, state.readers, state.touches = node, [], []
-        state.is_on_host, state.written = False, True
+        state.is_on_host = False
 
     def evict(self, buffer: int, *, is_needed: bool = True, copies_clean: bool = False) -> int:
         """Take a buffer's extent away; keep its contents in host memory if they are needed.
