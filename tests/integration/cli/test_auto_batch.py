@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,9 @@ def test_a_cache_that_the_prefill_moves_stays_in_host_memory(cli: Cli, tmp_path:
     assert load_profile("t4").name == found["step"]["hardware"]
 
 
-def test_a_budget_that_is_not_used_up_has_bytes_left(plan: list[str]) -> None:
+def test_a_budget_that_is_not_used_up_has_bytes_left(
+    plan: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So the batch at which bytes begin to be missing lies on a straight line too."""
     words = dict(zip(plan[1::2], plan[2::2], strict=True))
     made = Modeller(
@@ -170,3 +173,8 @@ def test_a_budget_that_is_not_used_up_has_bytes_left(plan: list[str]) -> None:
     needs = [each.needs_if(cuts_weights=True, looks_up_rows=True) for each in passes]
     assert more.least_bytes == needs[0].min_budget_bytes > needs[1].min_budget_bytes
     assert more.host_bytes == made.decode.host_bytes > made.weight_bytes + more.kv_bytes
+    monkeypatch.setattr("ds_finepage.execution.disk.PIECE_BYTES", 4096)
+    disk = replace(made.profile, disk_bytes_per_s=1e9)
+    host = replace(disk, host_bytes_per_s=1e10, host_flops_per_s=1e12)
+    reads, computes = (made.at(made.budget_bytes, each).costs() for each in (disk, host))
+    assert reads.host_bytes < more.host_bytes == computes.host_bytes  # it reads no files
