@@ -164,7 +164,7 @@ def curve_through(points: Sequence[Point], made: Making) -> Curve:
         hardware=profile.name,
         weight_bytes=points[0].weight_bytes,
         capacity_bytes=profile.capacity_bytes,
-        points=at_least_as_good(points),
+        points=tuple(points),
         weights=settings["weights"],
         num_ranks=settings["num_ranks"],
     )
@@ -244,20 +244,3 @@ def _cell(
 ) -> str:
     point = points.get(budget_bytes)
     return "-" if point is None else show(getattr(point, name))
-
-
-OF_THE_STEP = ("decode_kv_on_host", "tokens_per_s", "decode_ns", "decode_reloaded_bytes")
-OF_THE_PROMPT = ("first_token_ns", "prefill_reloaded_bytes")
-
-
-def at_least_as_good(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Let each budget use the plan of a smaller one if that is faster."""
-    best = list(points[:1])
-    for point in points[1:]:
-        names: list[str] = []
-        if best[-1].tokens_per_s > point.tokens_per_s:
-            names += OF_THE_STEP
-        if best[-1].first_token_ns < point.first_token_ns:
-            names += OF_THE_PROMPT
-        best.append(replace(point, **{name: getattr(best[-1], name) for name in names}))
-    return tuple(best)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from ds_finepage.cli.curve import Curve, at_least_as_good, common_budgets, point_of
+from ds_finepage.cli.curve import Curve, common_budgets, point_of
 from ds_finepage.cli.grid import Point
 from tests.unit.points import point
 
@@ -71,20 +70,6 @@ def at(budget: int, speed: float, first: int = 100) -> Point:
         first_token_ns=first,
         decode_reloaded_bytes=int(speed),
     )
-
-
-def test_a_larger_budget_can_use_a_smaller_ones_plan() -> None:
-    found = at_least_as_good([at(1, 5.0, 50), at(2, 4.0, 60), at(3, 6.0, 40)])
-    assert [p.tokens_per_s for p in found] == [5, 5, 6]
-    assert [p.first_token_ns for p in found] == [50, 50, 40]
-    assert [p.decode_reloaded_bytes for p in found] == [5, 5, 6]
-    assert [p.budget_bytes for p in found] == [1, 2, 3]
-
-
-def test_the_plan_of_a_smaller_budget_brings_its_place_for_the_kv_cache() -> None:
-    on_host = replace(at(1, 5.0), decode_kv_on_host=True)
-    found = at_least_as_good([on_host, at(2, 4.0), at(3, 6.0)])
-    assert [p.decode_kv_on_host for p in found] == [True, True, False]
 
 
 def test_the_table_has_a_row_a_budget_and_marks_those_beyond_the_card() -> None:
