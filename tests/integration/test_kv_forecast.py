@@ -18,7 +18,6 @@ from ds_finepage.errors import ConfigError, PlanInfeasibleError
 from ds_finepage.graph import codec
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.profiles import load_profile
-from ds_finepage.modeller import Modeller
 from ds_finepage.planning.pipeline import needs_of
 from ds_finepage.whatif import CapturedModel, capture_model, forms_of, plan_captured, that_fits
 from tests.commands import Cli
@@ -258,17 +257,18 @@ def test_host_memory_is_a_size(command: str, model: Path, cli: Cli) -> None:
 
 
 def cell_of(model: Path, folder: Path, budget_bytes: int) -> tuple[grid.Cell, Any]:
-    """Plan a cell of a grid for the machine of :func:`modeller_of`."""
+    """Plan a cell of a grid for the machine of :func:`curve_of`."""
     machine = str(folder / "profile.json")
     cell = grid.Cell(model=str(model), hardware=machine, batch=BATCH, seq=SEQ, policy="finepage")
     budget = DeviceBudget.parse(budget_bytes)
     return cell, grid.Planner(budget=budget, settings={"split": False}).plan(cell)
 
 
-def modeller_of(model: Path, profile: HardwareProfile, folder: Path) -> Modeller:
+def curve_of(model: Path, profile: HardwareProfile, folder: Path) -> curve.Making:
     path = folder / "profile.json"
     codec.save(profile, path)
-    return Modeller(str(model), batch=BATCH, prompt_tokens=SEQ, hardware=str(path), split=False)
+    sizes = {"model": str(model), "batch": BATCH, "prompt_tokens": SEQ}
+    return "finepage", tuple({**sizes, "hardware": str(path), "split": False}.items())
 
 
 @pytest.mark.usefixtures("beside")
@@ -278,12 +278,12 @@ def test_a_step_finds_the_cache_where_the_prefill_left_it(
     """The budget has room for the step's cache on the device, and not for the prefill's."""
     budget_bytes = least_on_device(prefill) - 1
     assert least_on_device(decode) <= budget_bytes
-    modeller = modeller_of(model, PROFILE, tmp_path)
-    planner = curve.Planner("finepage", modeller)
-    assert planner.point(budget_bytes).decode_kv_on_host
+    made = curve_of(model, PROFILE, tmp_path)
+    assert curve.point_of(made, budget_bytes).decode_kv_on_host
+    modeller = curve.modeller_of(made[1])
     assert modeller.at(budget_bytes).step("finepage").figures.kv_on_host
-    assert not planner.point(budget_bytes + 1).decode_kv_on_host
-    assert planner.ends[0] < budget_bytes
+    assert not curve.point_of(made, budget_bytes + 1).decode_kv_on_host
+    assert curve.ends_of(made)[0] < budget_bytes
 
     cell, result = cell_of(model, tmp_path, budget_bytes)
     assert isinstance(result, grid.Point)
@@ -304,9 +304,7 @@ def test_both_passes_have_the_cache_where_a_run_has_it(
     in_a_run = plan_captured(
         prefill, budget_bytes=budget_bytes, profile=FAST_WRITES, split=False
     ).figures
-    modeller = modeller_of(model, FAST_WRITES, tmp_path)
-    planner = curve.Planner("finepage", modeller)
-    point = planner.point(budget_bytes)
+    point = curve.point_of(curve_of(model, FAST_WRITES, tmp_path), budget_bytes)
     assert (point.decode_kv_on_host, point.first_token_ns) == (False, in_a_run.predicted_ns)
     _, result = cell_of(model, tmp_path, budget_bytes)
     assert isinstance(result, grid.Point)
