@@ -242,7 +242,9 @@ class HostBudget(_Budget):
         """
         if self.is_auto:
             return held_bytes + max(0, free_bytes - all_bytes // HOST_MARGIN_SHARE)
-        return int(self.amount * (all_bytes if self.kind is BudgetKind.HOST else 1))
+        if self.kind is BudgetKind.HOST:
+            return int(self.amount * all_bytes)
+        return int(self.amount)
 
 
 class _Settings(BaseModel):
