@@ -47,7 +47,7 @@ def with_latency(profile: HardwareProfile, latency_ns: int) -> HardwareProfile:
 
 def time_ns(plan: MemGraph, profile: HardwareProfile) -> int:
     """Return the predicted time of a plan."""
-    return predicted_ns(plan, profile)[0]
+    return predicted_ns(plan, profile)
 
 
 def num_copies(plan: MemGraph) -> int:

@@ -72,7 +72,7 @@ def layers_ns(
 
     fewest = bisect_left(range(len(blocks)), True, key=fits)
     problem = Problem(with_first(fewest), arena_bytes, Accelerator.alignment, profile)
-    return predicted_ns(plan_finepage(problem), profile)[0]
+    return predicted_ns(plan_finepage(problem), profile)
 
 
 def row(captured: CapturedModel, share: float, host: float, card: HardwareProfile) -> list[str]:

@@ -58,7 +58,7 @@ def _form(cls: type[Encodable], kind: str, version: int) -> type[BaseModel]:
 _FORMS: dict[type[Encodable], type[BaseModel]] = {
     TaskGraph: _form(TaskGraph, "taskgraph", 5),
     MemGraph: _form(MemGraph, "memgraph", 5),
-    Timeline: _form(Timeline, "timeline", 2),
+    Timeline: _form(Timeline, "timeline", 3),
     HardwareProfile: _form(HardwareProfile, "hardware_profile", 1),
 }
 

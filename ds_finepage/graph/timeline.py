@@ -34,9 +34,6 @@ class Timeline:
     transfer_ns: NonNegativeInt  # the busiest of the transfer lanes
     stall_ns: NonNegativeInt
     peak_bytes: NonNegativeInt  # largest sum of bytes that are allocated in the arena at one time
-    lower_bound_ns: (
-        NonNegativeInt  # max(compute, bytes over link rate): no schedule of these nodes is faster
-    )
 
     def busy_ns(self, lane: Lane) -> int:
         """Return the time during which a lane has work."""

@@ -195,7 +195,7 @@ def plan_checked(
         memgraph = policy.plan(problem)
         if profile.has_host and policy.is_cyclic:
             plans = [memgraph, *(policy.plan(problem.of(way)) for way in with_host_lane(problem))]
-            memgraph = min(plans, key=lambda plan: predicted_ns(plan, profile)[0])
+            memgraph = min(plans, key=lambda plan: predicted_ns(plan, profile))
         for _ in range(MAX_STEADY_ROUNDS):
             if set(memgraph.entry) == set(memgraph.exit):
                 break

@@ -14,7 +14,7 @@ may take 1.5 times as long as predicted.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_finepage.errors import ConfigError
 from ds_finepage.graph.collectives import is_collective, traffic_of
@@ -162,19 +162,17 @@ def simulate(
         ConfigError: The profile has a rate or size that cannot be computed with, or
             ``entry_missing`` names a buffer that is not in ``memgraph.entry``.
     """
-    costs = Costs(profile)
-    work = _work(memgraph, costs, _resident(memgraph, entry_missing), begin_ns)
+    work = _work(memgraph, Costs(profile), _resident(memgraph, entry_missing), begin_ns)
     starts, complete = _in_order(memgraph, work, begin_ns)
     spans = [
         Span(n.id, w.lane, start, end, _span_name(memgraph.graph, n))
         for n, w, start, end in zip(memgraph.nodes, work, starts, complete, strict=True)
         if w.lane is not None
     ]
-    bound_ns = _busiest_lane_ns(memgraph, work, costs)
-    return _timeline(memgraph, spans, complete, lower_bound_ns=bound_ns)
+    return _timeline(memgraph, spans, complete)
 
 
-def predicted_ns(memgraph: MemGraph, profile: HardwareProfile) -> tuple[int, int]:
+def predicted_ns(memgraph: MemGraph, profile: HardwareProfile) -> int:
     """Predict the time of a pass alone, in less time than :func:`simulate`.
 
     Args:
@@ -182,16 +180,15 @@ def predicted_ns(memgraph: MemGraph, profile: HardwareProfile) -> tuple[int, int
         profile: The machine.
 
     Returns:
-        ``total_ns`` and ``lower_bound_ns`` of the timeline.
+        ``total_ns`` of the timeline.
 
     Raises:
         ConfigError: The profile has a rate or size that cannot be computed with.
     """
-    costs = Costs(profile)
-    work = _work(memgraph, costs, (), 0)
+    work = _work(memgraph, Costs(profile), (), 0)
     _, complete = _in_order(memgraph, work, 0)
     ends = (end for end, w in zip(complete, work, strict=True) if w.lane is not None)
-    return max(ends, default=0), _busiest_lane_ns(memgraph, work, costs)
+    return max(ends, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,19 +205,6 @@ class _Work:
 
 
 _NO_WORK = _Work(None)
-
-
-def _busiest_lane_ns(memgraph: MemGraph, work: Sequence[_Work], costs: Costs) -> int:
-    """Return the time of the lane that has most to do, copies without their latency."""
-    took, copied = dict.fromkeys(Lane, 0), dict.fromkeys(costs.links, 0)
-    for node, each in zip(memgraph.nodes, work, strict=True):
-        if each.lane in copied:
-            copied[each.lane] += memgraph.bytes_at(node)
-            copied[Lane.H2D] += memgraph.bytes_at(node) if each.lane is Lane.DISK else 0
-        elif each.lane is not None:
-            took[each.lane] += each.took_ns
-    links_ns = (costs.links[lane].ns(nbytes) for lane, nbytes in copied.items())
-    return max(*took.values(), *links_ns)
 
 
 def _work(memgraph: MemGraph, costs: Costs, missing: Collection[int], begin_ns: int) -> list[_Work]:
@@ -290,8 +274,6 @@ def _in_order(
 def measured_timeline(memgraph: MemGraph, spans: Sequence[Span], *, begin_ns: int = 0) -> Timeline:
     """Return the timeline of a pass that ran.
 
-    Its ``lower_bound_ns`` is the time of its busiest lane.
-
     Args:
         memgraph: The plan.
         spans: Of the nodes that took time, in the order of their ids; times since the lanes began.
@@ -313,13 +295,10 @@ def measured_timeline(memgraph: MemGraph, spans: Sequence[Span], *, begin_ns: in
     for node, before in zip(nodes, memgraph.predecessors, strict=True):
         ready = max((complete[b] for b in before), default=0)
         complete.append(ends.get(node.id, ready))
-    found = _timeline(memgraph, named, complete, lower_bound_ns=0)
-    return replace(found, lower_bound_ns=max(found.compute_ns, found.transfer_ns))
+    return _timeline(memgraph, named, complete)
 
 
-def _timeline(
-    memgraph: MemGraph, spans: Sequence[Span], complete: list[int], *, lower_bound_ns: int
-) -> Timeline:
+def _timeline(memgraph: MemGraph, spans: Sequence[Span], complete: list[int]) -> Timeline:
     """Add up spans; ``complete`` has the time at which each node is complete."""
     ends, busy = dict.fromkeys(Lane, 0), dict.fromkeys(Lane, 0)
     for span in spans:
@@ -332,7 +311,6 @@ def _timeline(
         transfer_ns=max(busy[lane] for lane in Lane if lane not in (Lane.COMPUTE, Lane.HOST)),
         stall_ns=ends[Lane.COMPUTE] - busy[Lane.COMPUTE],
         peak_bytes=_peak_bytes(memgraph, complete),
-        lower_bound_ns=lower_bound_ns,
     )
 
 

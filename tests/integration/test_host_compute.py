@@ -67,7 +67,7 @@ def some_rows(units: Sequence[Divisible]) -> dict[int, int]:
 def take_way(monkeypatch: pytest.MonkeyPatch, way: Callable[[Problem], TaskGraph]) -> None:
     """Let plans of the product have a lane of the host, also where it is slower."""
     monkeypatch.setattr(pipeline, "with_host_lane", lambda problem: [way(problem)])
-    monkeypatch.setattr(pipeline, "predicted_ns", lambda plan, _: (-len(plan.graph.host_tasks), 0))
+    monkeypatch.setattr(pipeline, "predicted_ns", lambda plan, _: -len(plan.graph.host_tasks))
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def forecasts(graph: TaskGraph, rng: random.Random, profile: HardwareProfile | N
                     assert written is found is None
                     continue
                 assert problem.profile is not None
-                total_ns, _ = predicted_ns(written, problem.profile)
+                total_ns = predicted_ns(written, problem.profile)
                 assert (found.total_ns, found.moved_bytes) == (total_ns, written.reloaded_bytes)
                 assert written.offloaded_bytes == 0
                 num_found += 1

@@ -63,7 +63,7 @@ def _cost(problem: Problem, plan: MemGraph) -> int:
     """Return the predicted time of a plan; without a machine, the bytes that it reloads."""
     if problem.profile is None:
         return plan.reloaded_bytes
-    return predicted_ns(plan, problem.profile)[0]
+    return predicted_ns(plan, problem.profile)
 
 
 def largest(problem: Problem, form: Form) -> MemGraph | None:

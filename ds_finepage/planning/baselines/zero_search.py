@@ -156,7 +156,7 @@ class _Search:
             if problem.profile is None:
                 cost += num_runs * memgraph.reloaded_bytes
             else:
-                cost += num_runs * predicted_ns(memgraph, problem.profile)[0]
+                cost += num_runs * predicted_ns(memgraph, problem.profile)
         return cost
 
     def _script(self, problem: Problem, settings: ZeroSettings) -> Script:

@@ -136,9 +136,11 @@ class BestPlans:
     def _predict(self, plan: MemGraph) -> None:
         """Predict the time of a plan that is written, and take it if it is as fast."""
         moved, profile = plan.reloaded_bytes + plan.offloaded_bytes, self._problem.profile
-        total_ns, alone_ns = (moved, 0) if profile is None else predicted_ns(plan, profile)
-        # Beside shared residents no plan comes near the bound of a pass that is alone.
-        bound_ns = alone_ns if self._problem.shared else self.least_ns
+        total_ns = moved if profile is None else predicted_ns(plan, profile)
+        bound_ns = self.least_ns
+        if profile is not None and self._problem.shared:
+            # No plan comes near the bound of a pass that is alone.
+            bound_ns = max(bound_ns, int(moved * NS_PER_S / profile.h2d_bytes_per_s))
         self._add(Forecast(total_ns, moved, lambda: plan), bound_ns)
 
     def _add(self, plan: Forecast, bound_ns: int) -> None:

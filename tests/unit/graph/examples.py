@@ -115,7 +115,7 @@ def make_memgraph(graph: TaskGraph) -> MemGraph:
 
 def make_timeline() -> Timeline:
     spans = (Span(3, Lane.COMPUTE, 5, 9, "mm"), Span(2, Lane.H2D, 0, 5), Span(5, Lane.D2H, 9, 9))
-    return Timeline(spans, 9, 4, 5, 5, 128, 5)
+    return Timeline(spans, 9, 4, 5, 5, 128)
 
 
 def make_profile() -> HardwareProfile:

@@ -63,7 +63,7 @@ def whole_ones(units: Sequence[Divisible], share: float) -> dict[int, int]:
 def time_with(shares: dict[int, int], given: Problem) -> int:
     plan = plan_finepage(given.of(with_host_rows(given.graph, WEIGHTS, shares)))
     assert given.profile is not None
-    return predicted_ns(plan, given.profile)[0]
+    return predicted_ns(plan, given.profile)
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -72,7 +72,7 @@ def test_no_other_share_is_much_faster(link: float, host: float, split: bool) ->
     given = problem(with_host(link, host), split=split)
     (found,) = with_host_lane(given)
     assert given.profile is not None
-    chosen_ns, _ = predicted_ns(plan_finepage(given.of(found)), given.profile)
+    chosen_ns = predicted_ns(plan_finepage(given.of(found)), given.profile)
     choose = _rows_of_each if split else whole_ones
     others = [time_with(choose(WEIGHTS, share / 20), given) for share in range(0, 21, 2)]
     assert min(chosen_ns, others[0]) <= 1.06 * min(others)  # the planner takes the better one
@@ -85,7 +85,7 @@ def test_a_slow_device_leaves_more_to_the_host() -> None:
     profile = with_host(8e8, 4e9)
     given = problem(profile, 10, graph=graph)
     (found,) = with_host_lane(given)
-    chosen_ns, _ = predicted_ns(plan_finepage(given.of(found)), profile)
+    chosen_ns = predicted_ns(plan_finepage(given.of(found)), profile)
     others = [time_with(_rows_of_each(WEIGHTS, n / 10), given) for n in range(11)]
     assert chosen_ns <= 1.06 * min(others) < 0.8 * others[0]
 
@@ -98,7 +98,7 @@ def test_no_plan_is_faster_than_the_bound(host: float, percent: int) -> None:
     plan = plan_steady(GRAPH, arena_bytes=given.arena_bytes, policy="finepage", profile=profile,
                        alignment=UNIT, split=True)  # fmt: skip
     bound = lower_bound(GRAPH, given.arena_bytes, UNIT, may_cut=True)
-    total_ns, _ = predicted_ns(plan, profile)
+    total_ns = predicted_ns(plan, profile)
     assert least_time_beside_host_ns(bound, profile) <= total_ns
     assert total_ns <= 1.15 * least_time_beside_host_ns(bound, profile)
 
@@ -118,7 +118,7 @@ def attended_ns(given: Problem, num_layers: float) -> int:
     assert given.profile is not None
     units = can_attend(given.graph)
     graph = with_host_attention(given.graph, _evenly(units, num_layers / len(units)))
-    return predicted_ns(plan_finepage(given.of(graph)), given.profile)[0]
+    return predicted_ns(plan_finepage(given.of(graph)), given.profile)
 
 
 @pytest.mark.parametrize("percent", [15, 40, 70])
@@ -127,7 +127,7 @@ def test_no_other_number_of_layers_is_much_faster(link: float, host: float, perc
     given = problem(profile := with_host(link, host), percent, graph=STEPS)
     plan = plan_steady(STEPS, arena_bytes=given.arena_bytes, policy="finepage", profile=profile,
                        alignment=UNIT, split=True)  # fmt: skip
-    chosen_ns, _ = predicted_ns(plan, profile)
+    chosen_ns = predicted_ns(plan, profile)
     others = [attended_ns(given, num) for num in range(25)]
     assert chosen_ns <= 1.2 * min(others)
     assert host < link or chosen_ns < 0.7 * others[0]
@@ -246,7 +246,7 @@ def test_the_device_works_while_the_host_multiplies(
     bound_ns = least_time_ns(
         lower_bound(graph, given.arena_bytes, UNIT, may_cut=True), profile, given.arena_bytes
     )
-    total_ns, _ = predicted_ns(plan_finepage(given), profile)
+    total_ns = predicted_ns(plan_finepage(given), profile)
     assert bound_ns <= total_ns <= 1.05 * bound_ns  # each product waits for the one before
 
 
@@ -297,7 +297,7 @@ def test_no_plan_of_any_machine_is_faster_than_the_bound(seed: int) -> None:
     except PlanInfeasibleError:
         return
     bound = lower_bound(graph, given.arena_bytes, UNIT, may_cut=True)
-    assert least_time_beside_host_ns(bound, profile) <= predicted_ns(plan, profile)[0]
+    assert least_time_beside_host_ns(bound, profile) <= predicted_ns(plan, profile)
 
 
 def test_copies_that_hide_leave_the_host_nothing() -> None:
@@ -335,7 +335,7 @@ def test_the_host_reads_packed_numbers_and_the_device_unpacks_them_into_memory()
     graph = dataclasses.replace(packed, tasks=tuple(tasks))
     given = problem(profile := with_host(1e9, 4e9), graph=graph)
     (found,) = with_host_lane(given)
-    total_ns, _ = predicted_ns(plan_finepage(given.of(found)), profile)
+    total_ns = predicted_ns(plan_finepage(given.of(found)), profile)
     missing = lower_bound(graph, given.arena_bytes, UNIT, may_cut=True)
     assert total_ns < 0.4 * missing.nbytes  # the link alone takes a nanosecond a byte
     bound_ns = least_time_beside_host_ns(missing, profile)

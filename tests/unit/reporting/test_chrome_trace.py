@@ -15,7 +15,7 @@ SPANS = (
     Span(3, Lane.COMPUTE, 1_500, 1_501, 'mm "quoted"'),
     Span(4, Lane.D2H, 2_000, 2_000),
 )
-TIMELINE = Timeline(SPANS, 2_000, 1, 1_500, 1_500, 64, 1_500)
+TIMELINE = Timeline(SPANS, 2_000, 1, 1_500, 1_500, 64)
 
 
 def events_of(**timelines: Timeline) -> list[dict[str, Any]]:
@@ -49,6 +49,6 @@ def test_timelines_are_processes() -> None:
 
 
 def test_every_lane_is_named_even_if_idle() -> None:
-    empty = Timeline((), 0, 0, 0, 0, 0, 0)
+    empty = Timeline((), 0, 0, 0, 0, 0)
     assert names(events_of(predicted=empty), "thread_name") == ["compute", "h2d", "d2h"]
     assert events_of() == []

@@ -114,7 +114,7 @@ def planned(problem: Problem, *, holds: bool = True) -> tuple[MemGraph, int]:
 
 def time_of(plan: MemGraph, problem: Problem) -> int:
     assert problem.profile is not None
-    return predicted_ns(plan, problem.profile)[0]
+    return predicted_ns(plan, problem.profile)
 
 
 def test_no_task_waits_for_a_copy_where_there_is_room() -> None:
