@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ds_finepage.graph.hardware import HardwareProfile
 from ds_finepage.graph.memgraph import Residency
@@ -16,8 +16,6 @@ from ds_finepage.planning.liveness import extent_bytes, min_arena_bytes, require
 if TYPE_CHECKING:
     from ds_finepage.planning.baselines.accelerate import MapSettings
     from ds_finepage.planning.baselines.zero import ZeroSettings
-
-_Derived = TypeVar("_Derived")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,6 @@ class Problem:
         shared: Weights that the alternating pass keeps in the same arena, highest offset first. A
             cyclic policy leaves them in place as far as there is room, and keeps nothing else that
             it would have to reload whenever the passes alternate.
-        derived: Results of :meth:`once`, for the problems of one search.
     """
 
     graph: TaskGraph
@@ -47,23 +44,6 @@ class Problem:
     entry: tuple[Residency, ...] = ()
     shared: Sequence[SharedResident] = ()
     engine: ZeroSettings | MapSettings | None = None
-    derived: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def once(self, key: tuple[Hashable, ...], make: Callable[[TaskGraph], _Derived]) -> _Derived:
-        """Derive something from the pass; the other problems of a search get the same object.
-
-        A search plans one pass in several arenas.
-
-        Args:
-            key: Names the result, with all that it depends on beside the pass.
-            make: Makes it from the pass.
-        """
-        # The pass is kept with the result, so that no other gets its id.
-        known = (id(self.graph), key)
-        if known not in self.derived:
-            self.derived[known] = self.graph, make(self.graph)
-        found: _Derived = self.derived[known][1]
-        return found
 
     def of(self, graph: TaskGraph) -> Problem:
         """Return the same problem for a rewritten pass."""

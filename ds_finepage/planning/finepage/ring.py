@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ds_finepage.graph.memgraph import Extent, MemGraph, Residency
-from ds_finepage.graph.taskgraph import BufferKind, TaskGraph
+from ds_finepage.graph.taskgraph import BufferKind
 from ds_finepage.planning.builder import MemGraphBuilder
 from ds_finepage.planning.finepage.held_rows import Held
 from ds_finepage.planning.layout import LiveBuffer, Tenancy, place, top_of
@@ -34,18 +34,12 @@ def place_activations(problem: Problem, held: Held | None = None) -> dict[int, E
     Returns:
         Buffer -> extent.
     """
-    held = held or {}
-    key = ("activations", problem.alignment, *held.items())
-    return problem.once(key, lambda graph: _placed(problem, graph, held))
-
-
-def _placed(problem: Problem, graph: TaskGraph, held: Held) -> dict[int, Extent]:
-    live = []
+    graph, live = problem.graph, []
     for buffer, found in zip(graph.buffers, graph.uses, strict=True):
         is_gathered = buffer.gather is not None and not graph.is_handed(buffer)
         if found and (is_gathered or buffer.kind is BufferKind.ACTIVATION):
             begin = 0 if is_gathered else found[0]
-            end = held.get(buffer.id, found[-1])
+            end = (held or {}).get(buffer.id, found[-1])
             live.append(LiveBuffer(buffer.id, problem.size(buffer.id), begin, end))
     return place(live)
 

@@ -110,7 +110,7 @@ def _offer(plans: BestPlans, problem: Problem, candidates: Candidates) -> bool:
     plans.offer_all(candidates(plans, problem))
     has_plan = bool(plans.tried)
     if not plans.moves_nothing and not plans.has_good:
-        again = problem.once(("recompute",), partial(recompute, alignment=problem.alignment))
+        again = recompute(problem.graph, alignment=problem.alignment)
         if again is not problem.graph:
             plans.offer_all(candidates(plans, problem.of(again)))
     return has_plan
@@ -155,7 +155,7 @@ def _looking_rows_up(problem: Problem, kept: frozenset[int] = frozenset()) -> Pr
     """Return the pass in which looked-up rows take the place of embedding tables, with split."""
     if not problem.split:
         return problem
-    return problem.of(problem.once(("rows", kept), partial(gather_rows, kept=kept)))
+    return problem.of(gather_rows(problem.graph, kept=kept))
 
 
 def min_split_arena_bytes(graph: TaskGraph, alignment: int) -> int:
