@@ -13,7 +13,8 @@ the others. Two ways are known:
 It also takes ``(m - h) / l``, the time of the copies. The longer of both is least where they are
 equal. Where ``h`` is not positive there, the copies hide behind the tasks, and the host has nothing
 to do. Beside cut products the device needs ``n + d (1 - h / w)``, so a slow one leaves more to the
-host. The host issues tasks as well, so none takes less time than that.
+host. If it takes longer than the host, that has all whole products, and cut ones where all weights
+have room. The host issues tasks as well, so none takes less time than that.
 
 Layers of attention are chosen by the rule for whole products. A pass may have both kinds. The one
 that is chosen first takes the most, and the other one what is still missing. Both orders are tried:
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 from ds_finepage.graph.attention import Attention, attentions
@@ -38,6 +40,9 @@ from ds_finepage.planning.rewrite.host_attention import host_task, with_host_att
 from ds_finepage.planning.rewrite.host_products import with_host_rows
 from ds_finepage.planning.rewrite.split import Divisible, divisible_weights, quantum
 from ds_finepage.planning.simulator import Costs
+
+LEAST_GAIN = 0.98
+"""Cut products have more tasks, which cost more than a smaller gain."""
 
 _Unit = TypeVar("_Unit", Divisible, Attention, "_Layer")
 
@@ -109,7 +114,10 @@ def _with_products(problem: Problem) -> Iterator[TaskGraph]:
     if routed:
         ways = _missing_experts(problem, routed, known)
     else:
-        ways = iter([_balanced(problem, units)] if units else [])
+        mean_bytes = sum(unit.nbytes for unit in units) / max(1, len(units))
+        large = [unit for unit in units if unit.nbytes >= mean_bytes]
+        balanced = [_balanced(problem, some) for some in (units, large) if some]
+        ways = iter([min(balanced, key=itemgetter(0))[1]] if balanced else [])
     for rows in ways:
         if any(rows.values()):
             yield with_host_rows(graph, units, rows)
@@ -121,18 +129,20 @@ def _missing_experts(
     """Choose the layers whose experts have no room on the device, all of each or all but the last.
 
     The copies of a layer's experts wait for its router, as the host does. So the link can bring the
-    last ones while the host multiplies by the others, and other layers cannot help.
+    last ones while the host multiplies by the others, and other layers cannot help. A device that
+    unpacks its weights into memory may take longer than the host: then all layers are a third way.
     """
-    missing = needed_arena_bytes(problem.graph, problem.alignment) - problem.arena_bytes
+    graph = problem.graph
+    missing = max(0, needed_arena_bytes(graph, problem.alignment) - problem.arena_bytes)
     layers: dict[int, list[Divisible]] = {}
     for unit in units:
         layers.setdefault(known[unit.buffer].source, []).append(unit)
-    if missing <= 0:
-        return
     groups = [_Layer(tuple(layer)) for layer in layers.values()]
     chosen = _evenly(groups, missing / sum(unit.nbytes for unit in units))
     for end in (None, -1):
         yield {unit.buffer: unit.num_rows for layer in chosen for unit in layer.units[:end]}
+    if _lanes(problem, units, [graph.tasks[unit.task] for unit in units]).is_device_slow:
+        yield {unit.buffer: unit.num_rows for unit in units}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +156,29 @@ class _Layer:
         return sum(unit.nbytes for unit in self.units)
 
 
-def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
-    """Choose as many rows as let the host and the link end together."""
+def _balanced(problem: Problem, units: Sequence[Divisible]) -> tuple[float, dict[int, int]]:
+    """Choose as many rows as let the host, the link and the device end together.
+
+    Returns:
+        The time of the pass, and the rows of each weight.
+    """
     lanes = _lanes(problem, units, [problem.graph.tasks[unit.task] for unit in units])
-    missing_ns, all_ns, products_ns = lanes.missing_ns, lanes.all_ns, lanes.device_ns
-    whole, more_ns = lanes.whole_share, lanes.host_ns - lanes.begins_ns
-    tasks_ns = lanes.others_ns + products_ns
-    ends_ns = missing_ns - whole * all_ns, tasks_ns + whole * (lanes.host_ns - products_ns)
-    cut = lanes.share(lanes.others_ns + lanes.begins_ns, more_ns) if problem.split else 0.0
-    if cut > 0:
-        if missing_ns > tasks_ns:
-            cut = max(cut, (products_ns - lanes.begins_ns) / (products_ns + more_ns))
-        lanes_ns = lanes.begins_ns + cut * more_ns, products_ns - cut * products_ns
-        if max(missing_ns - cut * all_ns, lanes.others_ns + max(lanes_ns)) < max(ends_ns):
-            return _rows_of_each(units, cut)
-    return {unit.buffer: unit.num_rows for unit in _evenly(units, whole)}
+    products_ns, chosen = lanes.device_ns, _evenly(units, lanes.whole_share)
+    alone_ns = max(lanes.missing_ns, lanes.others_ns + products_ns)
+    whole = sum(unit.nbytes for unit in chosen) / sum(unit.nbytes for unit in units)
+    end_ns = max(
+        lanes.missing_ns - whole * lanes.all_ns,
+        lanes.others_ns + products_ns + whole * (lanes.host_ns - products_ns),
+    )
+    begins_ns, more_ns = lanes.begins_ns, lanes.host_ns - lanes.begins_ns
+    with_device = (products_ns - begins_ns) / (products_ns + more_ns)
+    cut = max(lanes.share(lanes.others_ns + begins_ns, more_ns), with_device)
+    if problem.split and cut > 0:
+        both_ns = max(begins_ns + cut * more_ns, products_ns - cut * products_ns)
+        cut_end_ns = max(lanes.missing_ns - cut * lanes.all_ns, lanes.others_ns + both_ns)
+        if cut_end_ns < min(end_ns, LEAST_GAIN * alone_ns):
+            return cut_end_ns, _rows_of_each(units, cut)
+    return end_ns, {unit.buffer: unit.num_rows for unit in chosen}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +202,22 @@ class _Lanes:
     begins_ns: int
 
     def share(self, fixed_ns: int, more_ns: int) -> float:
-        """Return the share of the host: it adds as much of ``more_ns`` to ``fixed_ns``."""
-        if self.missing_ns <= fixed_ns:
-            return 0.0
+        """Return the share of the host: it adds as much of ``more_ns`` to ``fixed_ns``.
+
+        It is not positive where the copies hide.
+        """
         return min(1.0, (self.missing_ns - fixed_ns) / (self.all_ns + more_ns))
+
+    @property
+    def is_device_slow(self) -> bool:
+        """True if the device takes longer than the host: it may unpack weights into memory."""
+        return self.host_ns < self.device_ns
 
     @property
     def whole_share(self) -> float:
         """The share of the host where each task is computed in one place."""
+        if self.is_device_slow:
+            return 1.0
         return self.share(self.others_ns + self.device_ns, self.host_ns - self.device_ns)
 
 

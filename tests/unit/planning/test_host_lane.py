@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -60,8 +61,8 @@ def whole_ones(units: Sequence[Divisible], share: float) -> dict[int, int]:
     return {unit.buffer: unit.num_rows for unit in _evenly(units, share)}
 
 
-def time_with(shares: dict[int, int], given: Problem) -> int:
-    plan = plan_finepage(given.of(with_host_rows(given.graph, WEIGHTS, shares)))
+def time_with(shares: dict[int, int], given: Problem, units: Sequence[Divisible] = WEIGHTS) -> int:
+    plan = plan_finepage(given.of(with_host_rows(given.graph, units, shares)))
     assert given.profile is not None
     return predicted_ns(plan, given.profile)
 
@@ -306,13 +307,49 @@ def test_copies_that_hide_leave_the_host_nothing() -> None:
     assert list(with_host_lane(ample)) == []
 
 
-@pytest.mark.parametrize(("link", "share"), [(2e9, []), (5e8, [0.8])])
-def test_a_faster_host_takes_nothing_where_copies_hide(link: float, share: list[float]) -> None:
-    tasks = tuple(dataclasses.replace(task, time_ns=10**6) for task in GRAPH.tasks)
-    profile = with_host(link, 1e11)
-    given = problem(profile, 10, split=False, graph=dataclasses.replace(GRAPH, tasks=tasks))
-    found = [host_bytes(graph) / GRAPH.weight_bytes for graph in with_host_lane(given)]
-    assert found == pytest.approx(share, abs=0.05)
+def slow(graph: TaskGraph) -> TaskGraph:
+    """Let each task take longer than a host does, as a product that unpacks its weight first."""
+    return dataclasses.replace(
+        graph, tasks=tuple(dataclasses.replace(task, time_ns=10**6) for task in graph.tasks)
+    )
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("graph", [slow(GRAPH), slow(layers_of_experts(num_experts=4))])
+def test_no_budget_makes_a_pass_slower_beside_a_slow_device(graph: TaskGraph, split: bool) -> None:
+    settings = PlanSettings(
+        policy="finepage", split=split, alignment=UNIT, profile=with_host(1e9, 1e11)
+    )
+    arenas = [needed_arena_bytes(graph, UNIT) * n // 100 for n in (20, 40, 70, 100, 200)]
+    times = [plan_checked(graph, each, settings).timeline.total_ns for each in arenas]
+    assert all(more <= 1.01 * less for less, more in pairwise(times)), times
+
+
+@pytest.mark.parametrize("percent", [10, 200])
+@pytest.mark.parametrize("link", [2e9, 5e8])
+def test_a_host_faster_than_the_device_has_all_whole_products(link: float, percent: int) -> None:
+    given = problem(with_host(link, 1e11), percent, split=False, graph=slow(GRAPH))
+    (found,) = with_host_lane(given)
+    assert host_bytes(found) == sum(unit.nbytes for unit in WEIGHTS)
+    assert given.profile is not None
+    chosen_ns = predicted_ns(plan_finepage(given.of(found)), given.profile)
+    others = [time_with(whole_ones(WEIGHTS, n / 10), given) for n in range(10)]
+    assert chosen_ns < min(others)
+
+
+@pytest.mark.parametrize(("begin_ns", "has_small"), [(0, True), (3000, False)])
+def test_small_weights_are_not_cut_where_their_tasks_cost_more(
+    begin_ns: int, has_small: bool
+) -> None:
+    graph = gather_rows(matmul_chain([512, 512, 64] * 16))
+    profile = with_host(1e9, 4e9, transfer_latency_ns=begin_ns, host_op_ns=begin_ns)
+    given, units = problem(profile, graph=graph), can_multiply(graph)
+    (found,) = with_host_lane(given)
+    others = [time_with(whole_ones(units, n / 10), given, units) for n in range(11)]
+    assert predicted_ns(plan_finepage(given.of(found)), profile) < min(others)
+    names = {b.name for b in found.buffers if b.kind is BufferKind.MASTER}
+    sizes = {b.nbytes for b in graph.buffers if b.name in names}
+    assert max(sizes) == 512 * 512 * 4 and (min(sizes) < max(sizes)) == has_small
 
 
 def test_many_rows_are_left_to_the_device() -> None:
@@ -367,6 +404,10 @@ def test_the_host_takes_the_experts_that_have_no_room() -> None:
     assert needed_arena_bytes(both, UNIT) <= given.arena_bytes * 1.25
     assert 2 * host_bytes(all_but_the_last) == host_bytes(both)
     assert list(with_host_lane(problem(with_host(1e6, 1e9), 100, graph=graph))) == []
+    # A device that takes longer than the host leaves all of them to it, also with room for all.
+    *_, every = with_host_lane(problem(with_host(1e6, 1e11), 50, graph=slow(graph)))
+    (beside_room,) = with_host_lane(problem(with_host(1e6, 1e11), 100, graph=slow(graph)))
+    assert host_bytes(every) == host_bytes(beside_room) == 2 * host_bytes(both)
 
 
 @pytest.mark.parametrize("seed", range(40))
