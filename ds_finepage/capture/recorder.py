@@ -215,8 +215,12 @@ class Recorder(TorchDispatchMode):
 
     def _hand_over(self, rows: torch.Tensor, result: torch.Tensor) -> None:
         """Note that a tensor which the call brings in host memory is to be on the device."""
-        given = self.tensor_id(rows)
-        draft = self.buffers[self.tensors[given].buffer]
+        view = self.tensors[self.tensor_id(rows)]
+        # The argument itself: a symbol in its shape may have become a number since.
+        given = next(
+            t.id for t in self.tensors if (t.buffer, t.offset) == (view.buffer, view.offset)
+        )
+        draft = self.buffers[view.buffer]
         if draft.kind not in (BufferKind.INPUT, BufferKind.HOST) or not rows.is_contiguous():
             raise CaptureError("only what the caller brings in host memory can be brought in")
         draft.kind = BufferKind.HOST

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ds_finepage.capture import recorder as recorder_module
 from ds_finepage.capture.dynamo_graph import DynamoGraph
@@ -18,6 +19,7 @@ from ds_finepage.capture.recorder import Recorder
 from ds_finepage.capture.recording import record
 from ds_finepage.checker.checker import check
 from ds_finepage.errors import CaptureError
+from ds_finepage.execution.host_ops import to_device
 from ds_finepage.graph.packed import wants_fused
 from ds_finepage.graph.taskgraph import BufferKind, Ref, Symbol, Task, TaskGraph
 from ds_finepage.packing.form import PackedForm
@@ -325,6 +327,22 @@ def test_a_tensor_that_nobody_made_is_refused() -> None:
         stranger = torch.ones(2)
     with pytest.raises(CaptureError, match="a tensor whose storage no op made"):
         Recorder().tensor_id(stranger)
+
+
+def test_rows_of_a_cache_are_an_argument_also_if_a_size_became_a_number() -> None:
+    """A layer of experts fixes the number of sequences in the middle of a pass."""
+    sizes = ShapeEnv(specialize_zero_one=False)
+    batch = sizes.create_unspecified_symint_and_symbol(2, ConstantSource("n"), DimDynamic.DYNAMIC)
+    recorder = Recorder()
+    with FakeTensorMode(shape_env=sizes):
+        given, new = torch.empty(5, batch, 1, 4), torch.empty(batch, 1, 1, 4)
+        for tensor in (given, new):
+            recorder.add_buffer(tensor, BufferKind.INPUT, 160)
+        argument = recorder.tensor_id(given)
+        assert given.shape[1] == 2
+        with recorder:
+            to_device(given, new, 6)
+    assert recorder.buffers[-1].handed == argument
 
 
 # --- costs -----------------------------------------------------------------------------------
