@@ -8,6 +8,8 @@ from types import NoneType
 from typing import Any, get_args
 
 from transformers.cache_utils import Cache
+from transformers.integrations import sdpa_attention
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from ds_finepage import _compat
 
@@ -45,6 +47,20 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
 def is_initialized(layer: Any) -> bool:
     """Return whether a layer of a KV cache has its keys and values; linear attention has none."""
     return bool(getattr(layer, "is_initialized", False))
+
+
+def attend_as_eager(on: bool) -> None:
+    """Let compiled attention of one token do as in eager mode, or end that.
+
+    Since 5.24 heads that share keys are one product there. Where it is compiled, each has a copy.
+    """
+    if hasattr(sdpa_attention, "pack_gqa"):
+        asks = _never if on else is_torchdynamo_compiling
+        vars(sdpa_attention)[is_torchdynamo_compiling.__name__] = asks
+
+
+def _never() -> bool:
+    return False
 
 
 def batching_memory_bytes() -> int:

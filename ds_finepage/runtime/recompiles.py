@@ -8,6 +8,8 @@ graphs stay in it when they are detached.
 So each attached model may have as many graphs of a code object as it needs, beside those that are
 there already. When it is detached, the code is as before Dynamo saw it. A model that is not
 attached, and has graphs there, gets new ones.
+
+While a model is attached, attention is compiled as transformers computes it in eager mode.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ds_finepage._compat.torch import (
     reset_code,
     set_code_exec_strategy,
 )
+from ds_finepage._compat.transformers import attend_as_eager
 
 LIMIT, TOTAL_LIMIT = "recompile_limit", "accumulated_recompile_limit"
 """Settings of Dynamo: graphs of a code object, and graphs that it was ever compiled to."""
@@ -54,6 +57,7 @@ class CodeClaim:
         self._limit = max(self._given, MOST_GRAPHS)
         with _lock:
             _claims.append(self._codes)
+            attend_as_eager(True)
         # The garbage collector may run while Dynamo is at work in that code, so code stays then.
         self._forget = weakref.finalize(owner, _end, self._codes)
         self._forget.atexit = False
@@ -98,5 +102,6 @@ def _end(codes: set[CodeType]) -> set[CodeType]:
     with _lock:
         at = next(i for i, claimed in enumerate(_claims) if claimed is codes)
         del _claims[at]
+        attend_as_eager(bool(_claims))
         _left.update(codes)
     return codes

@@ -45,6 +45,18 @@ def test_the_default_cache_gives_the_tokens_of_plain_transformers(
     same_at_every_budget(model, run)
 
 
+def test_a_padded_batch_has_the_logits_of_plain_transformers() -> None:
+    """Two heads share keys. Eager and compiled transformers attend with a mask in two ways."""
+    model = make_model("llama", num_hidden_layers=1)
+
+    def run() -> list[torch.Tensor]:
+        settings: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
+        found = model.generate(**left_padded(12, 4), max_new_tokens=4, do_sample=False, **settings)
+        return [found.sequences, *found.logits]
+
+    same_at_every_budget(model, run)
+
+
 def seeded(model: Any, **settings: Any) -> torch.Tensor:
     torch.manual_seed(5)
     return model.generate(

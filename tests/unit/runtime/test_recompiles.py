@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as graphs_of
+from transformers.integrations import sdpa_attention
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 from ds_finepage._compat.torch import dynamo_config
 from ds_finepage.runtime import recompiles
@@ -157,3 +160,18 @@ def test_graphs_of_a_model_that_is_forgotten_go_later() -> None:
     other = Owner()
     CodeClaim(other).close()
     assert graphs_of(code_of(add)) == []
+
+
+@pytest.mark.skipif(not hasattr(sdpa_attention, "pack_gqa"), reason="older transformers")
+def test_attention_is_compiled_as_in_eager_mode_while_models_are_attached() -> None:
+    torch.manual_seed(0)
+    layer: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    query, rows = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 25, 32)
+    given = (layer, query, rows, rows.flip(0), torch.arange(25).expand(2, 1, 1, 25) > 11)
+    expected = sdpa_attention.sdpa_attention_forward(*given)[0]
+    claims = [CodeClaim(owner := Owner()), CodeClaim(owner)]
+    claims[0].close()
+    compiled = torch.compile(sdpa_attention.sdpa_attention_forward, backend="eager")
+    assert torch.equal(compiled(*given)[0], expected)
+    claims[1].close()
+    assert vars(sdpa_attention)["is_torchdynamo_compiling"] is is_torchdynamo_compiling
