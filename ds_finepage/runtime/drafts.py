@@ -125,7 +125,8 @@ class Draft:
         """Move the weights back, with what was written meanwhile."""
         for weight, home in self._homes:
             now = data_of(weight)
-            set_data(weight, home.copy_(now))
+            with torch.inference_mode(home.is_inference()):  # else torch refuses to write there
+                set_data(weight, home.copy_(now))
         self._homes = []
 
 

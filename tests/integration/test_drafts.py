@@ -402,6 +402,18 @@ def test_a_draft_that_is_attached_by_itself_stays_so(llama: Any) -> None:
     assert handle.draft is None and own.stats.reloaded_bytes > 0
 
 
+def test_a_draft_that_was_made_in_inference_mode_is_given_back(llama: Any) -> None:
+    handle = attach(llama, device_budget="160%weights", **SETTINGS)
+    with torch.inference_mode():
+        draft, expected = make_model("llama", **LAYERS), generate(llama)
+        assert torch.equal(generate(llama, assistant_model=draft), expected)
+        plain = generate(make_model("llama", **LAYERS))
+    homes = [home.data_ptr() for _, home in handle._calls.assistance.draft._homes]
+    handle.detach()
+    assert [p.data_ptr() for p in draft.parameters()] == homes
+    assert torch.equal(generate(draft), plain) and torch.equal(generate(llama), expected)
+
+
 def test_a_draft_that_cannot_generate_is_refused(llama: Any) -> None:
     with pytest.raises(ConfigError, match=r"draft: Linear has no generate\(\)"):
         attach(llama, device_budget="90%weights", draft=torch.nn.Linear(2, 2), **SETTINGS)
