@@ -345,12 +345,14 @@ def _is_prefix(rows: torch.Tensor, room: torch.Tensor) -> bool:
 
 def _selected(room: torch.Tensor, num_rows: int, sequences: torch.Tensor) -> torch.Tensor:
     """Return a room with these sequences of the batch; the same room for as many sequences."""
-    with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
-        if len(sequences) == len(room):
-            step = -(-num_rows // SELECTED_PARTS)
+    if len(sequences) == len(room):
+        step = -(-num_rows // SELECTED_PARTS)
+        # PyTorch itself makes inference tensors, and only inference mode can write those.
+        with torch.inference_mode(room.is_inference()), torch.no_grad():
             for live in room.narrow(2, 0, num_rows).split(max(1, step), dim=2):
                 live.copy_(live.index_select(0, sequences))
-            return room
+        return room
+    with torch.inference_mode(False), torch.no_grad():  # so that every mode can write it
         found = room.new_empty((len(sequences), *room.shape[1:]))
         chosen = found.narrow(2, 0, num_rows)
         torch.index_select(room.narrow(2, 0, num_rows), 0, sequences, out=chosen)

@@ -46,6 +46,14 @@ def cache() -> Iterator[DynamicCache]:
     yield found
 
 
+def test_beams_reorder_a_room_that_inference_mode_has_made() -> None:
+    with torch.inference_mode():
+        layer = RoomLayer()
+        layer.update(rows(5), -rows(5))
+        layer.reorder_cache(torch.tensor([1, 0]))
+        assert has(layer, rows(5)[[1, 0]])
+
+
 def test_new_rows_are_written_behind_the_old_ones() -> None:
     layer = filled(5, 16)
     assert layer.key_room is not None and layer.key_room.shape[2] == 16
