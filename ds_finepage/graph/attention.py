@@ -51,7 +51,7 @@ class Attention:
     Attributes:
         task: The task.
         rows: The buffers of keys and of values on the device; nothing else uses them.
-        copied: The tasks that write and copy rows there; nothing else needs them.
+        copied: The tasks that write rows there; nothing else needs them.
         args: Of the op that the host runs instead.
         nbytes: Bytes of keys and values.
     """
@@ -66,18 +66,12 @@ class Attention:
 def attentions(graph: TaskGraph) -> list[Attention]:
     """Find the attention that the host can compute, in the order of the pass."""
     sent = {_place(_view(graph, t.args[0])): t for t in graph.tasks if t.op == TO_HOST}
-    clones = {t.writes: t for t in graph.tasks if sent and t.op == "aten.clone.default"}
     tasks = (task for task in graph.tasks if sent and task.op in ATTENTIONS)
-    found = (_attention(graph, task, sent, clones) for task in tasks)
+    found = (_attention(graph, task, sent) for task in tasks)
     return [each for each in found if each is not None]
 
 
-def _attention(
-    graph: TaskGraph,
-    task: Task,
-    sent: Mapping[TensorView, Task],
-    clones: Mapping[tuple[int, ...], Task],
-) -> Attention | None:
+def _attention(graph: TaskGraph, task: Task, sent: Mapping[TensorView, Task]) -> Attention | None:
     named = {**dict(zip(ATTENTIONS[task.op], task.args, strict=False)), **dict(task.kwargs)}
     query, mask = _view(graph, named["query"]), named.get("attn_mask")
     others = {graph.tensors[result].buffer for result in task.results[1:] if result is not None}
@@ -89,13 +83,13 @@ def _attention(
         return None  # each head has its own
     if any(graph.uses[buffer] != (task.index,) for buffer in others):
         return None
-    keys, values = (_rows(graph, task, named[name], sent, clones) for name in ("key", "value"))
+    keys, values = (_rows(graph, task, named[name], sent) for name in ("key", "value"))
     if keys is None or values is None or query.shape[1] % keys.num_heads:
         return None
     return Attention(
         task=task.index,
         rows=(keys.buffer, values.buffer),
-        copied=keys.copied | values.copied,
+        copied=frozenset({keys.writer, values.writer}),
         args=(named["query"], *keys.args, *values.args, mask, named.get("scale")),
         nbytes=sum(graph.buffers[rows.buffer].nbytes for rows in (keys, values)),
     )
@@ -107,27 +101,15 @@ class _Rows:
 
     buffer: int
     num_heads: int
-    copied: frozenset[int]
+    writer: int
     args: tuple[Ref, Ref]
 
 
 def _rows(
-    graph: TaskGraph,
-    user: Task,
-    given: Ref,
-    sent: Mapping[TensorView, Task],
-    clones: Mapping[tuple[int, ...], Task],
+    graph: TaskGraph, user: Task, given: Ref, sent: Mapping[TensorView, Task]
 ) -> _Rows | None:
     """Return the rows that a task reads, if they are all that is in a buffer of the KV cache."""
-    view, copied = _view(graph, given), set[int]()
-    repeats = clones.get((view.buffer,))
-    if repeats is not None and graph.uses[view.buffer] == (repeats.index, user.index):
-        view, user = _view(graph, repeats.args[0]), repeats  # heads share keys: a copy for each
-        copied.add(repeats.index)
-        if len(view.shape) != 5 or view.stride[2] != 0:
-            return None
-        shape, stride = ((*n[:2], *n[3:]) for n in (view.shape, view.stride))
-        view = replace(view, shape=shape, stride=stride)
+    view = _view(graph, given)
     buffer = graph.buffers[view.buffer]
     writer, *readers = graph.uses[buffer.id]
     copy = graph.tasks[writer]
@@ -147,7 +129,7 @@ def _rows(
     )
     if not is_whole:
         return None
-    return _Rows(buffer.id, heads, frozenset({*copied, writer}), (Ref(old.id), Ref(new.id)))
+    return _Rows(buffer.id, heads, writer, (Ref(old.id), Ref(new.id)))
 
 
 def _view(graph: TaskGraph, value: Any) -> TensorView:

@@ -90,27 +90,10 @@ class Layers:
         shape = (BATCH, self.shared, num_all, WIDTH)
         return held, self.view(held, shape, (self.shared * WIDTH, WIDTH, per_token, 1))
 
-    def repeated(self, rows: int) -> int:
-        """Give each head a copy of the keys or values that it shares; return them."""
-        view, times = self.tensors[rows], HEADS // self.shared
-        num_all = view.shape[2]
-        wide = self.view(
-            view.buffer,
-            (BATCH, self.shared, times, num_all, WIDTH),
-            (*view.stride[:2], 0, *view.stride[2:]),
-        )
-        made = self.tensor((BATCH, HEADS, num_all, WIDTH), BufferKind.ACTIVATION)
-        self.task("aten.clone.default", (Ref(wide),), (made,), [wide])
-        return made
-
-    def attend(
-        self, *, repeats: bool = False, mask: int | None = None, op: str = FLASH, **named: Any
-    ) -> None:
+    def attend(self, *, mask: int | None = None, op: str = FLASH, **named: Any) -> None:
         """Add a layer."""
         layer = len(self.sent) // 2
         states = [self.rows(f"KV rows {2 * layer + n}")[1] for n in range(2)]
-        if repeats:
-            states = [self.repeated(rows) for rows in states]
         query, out = self.out, self.tensor(self.states, BufferKind.ACTIVATION)
         sums = self.tensor((BATCH, HEADS, self.num_new), BufferKind.ACTIVATION)
         args: tuple[Any, ...] = tuple(map(Ref, (query, *states)))

@@ -34,14 +34,6 @@ def test_it_reads_the_rows_and_the_new_ones_in_host_memory() -> None:
     assert first.nbytes == 2 * 33 * BATCH * 2 * 8 * 4
 
 
-def test_heads_that_were_given_a_copy_of_shared_keys_share_them_again() -> None:
-    layers = Layers()
-    layers.attend(repeats=True)
-    (found,) = attentions(graph := layers.graph())
-    assert found.copied == {1, 4, 6, 7} and found.task == 8
-    assert names(graph, found.args[1:5]) == ["host"] * 4
-
-
 @pytest.mark.parametrize("op", [None, EFFICIENT])
 def test_a_mask_that_all_heads_share_goes_along(op: str | None) -> None:
     for num_heads, is_found in ((1, True), (HEADS, False)):
@@ -86,25 +78,6 @@ def test_what_reads_its_sums_or_rows_needs_them_on_the_device() -> None:
     for buffer in (*rows, sums):
         reader = Task(7, "aten.neg.default", reads=(buffer,))
         assert attentions(dataclasses.replace(graph, tasks=(*graph.tasks, reader))) == []
-
-
-def test_what_reads_a_copy_of_shared_keys_needs_it_on_the_device() -> None:
-    layers = Layers()
-    layers.attend(repeats=True)
-    graph = layers.graph()
-    reader = Task(9, "aten.neg.default", reads=graph.tasks[6].writes)
-    assert attentions(dataclasses.replace(graph, tasks=(*graph.tasks, reader))) == []
-
-
-def test_a_copy_of_other_rows_is_no_copy_of_shared_ones() -> None:
-    layers = Layers()
-    layers.attend(repeats=True)
-    graph = layers.graph()
-    place = graph.tasks[6].args[0].tensor
-    view = graph.tensors[place]
-    tensors = list(graph.tensors)
-    tensors[place] = dataclasses.replace(view, stride=(*view.stride[:2], 8, *view.stride[3:]))
-    assert attentions(dataclasses.replace(graph, tensors=tuple(tensors))) == []
 
 
 @pytest.mark.parametrize(
