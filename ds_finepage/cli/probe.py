@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure how fast the host computes products, too; plans for the profile then let it",
     )
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        metavar="FILE",
+        help="measure how fast this file is read, too; 'plan --host-memory' then takes that rate",
+    )
     options.add_force(parser)
 
 
@@ -37,13 +43,15 @@ def run(arguments: argparse.Namespace) -> int:
         options.require_writable(arguments.out, force=arguments.force)
 
     from ds_finepage.execution.device import default_device, require_device
-    from ds_finepage.execution.probe import probe, with_measured_host
+    from ds_finepage.execution.probe import probe, with_measured_disk, with_measured_host
 
     name = arguments.device
     device = default_device() if name is None else require_device(name, option="--device")
     profile = probe(device, scratch_bytes=SCRATCH_BYTES)
     if arguments.host:
         profile = with_measured_host(profile, device)
+    if arguments.disk is not None:
+        profile = with_measured_disk(profile, device, arguments.disk)
     if arguments.out is None:
         print(codec.dumps(profile), end="")
         return 0

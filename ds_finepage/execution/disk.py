@@ -93,7 +93,7 @@ def files_of(tensors: Sequence[torch.Tensor]) -> list[FileRange | None]:
             i = bisect_right(starts, begin) - 1
             if i >= 0 and end <= mappings[i][1] and not _was_written(pages.fileno(), begin, end):
                 start, _, offset, path = mappings[i]
-                found[id(tensor)] = _range_of(path, offset + begin - start, tensor.nbytes)
+                found[id(tensor)] = range_of(path, offset + begin - start, tensor.nbytes)
     return [found.get(id(tensor)) for tensor in tensors]
 
 
@@ -118,7 +118,7 @@ def _was_written(pages: int, begin: int, end: int) -> bool:
     return bool((is_swapped | (is_there & ~is_file)).any())
 
 
-def _range_of(path: str, offset: int, nbytes: int) -> FileRange | None:
+def range_of(path: str, offset: int, nbytes: int) -> FileRange | None:
     """Return a range of a file; None where there is no such file."""
     try:
         found = os.stat(path)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_finepage.errors import ConfigError
 from ds_finepage.execution.device import device_of
+from ds_finepage.execution.disk import FileReader, range_of
 from ds_finepage.execution.host_ops import host_bytes
 from ds_finepage.graph.hardware import HardwareProfile
 
@@ -27,6 +31,9 @@ one row and by so many."""
 
 HOST_COPIES = 4
 """Copies that the link makes meanwhile."""
+
+DISK_BYTES = 256 * MIB
+"""Bytes that are read from a file, at most."""
 
 ORDINARY = 0x3C
 """Numbers made of this byte are ordinary ones in each dtype."""
@@ -111,6 +118,36 @@ def with_measured_host(
             rates.append(HOST_BYTES / one)
             flops.append(2 * HOST_ROWS * rows.numel() / few)
     return replace(profile, host_bytes_per_s=min(rates), host_flops_per_s=min(flops))
+
+
+def with_measured_disk(
+    profile: HardwareProfile, device: torch.device, path: Path
+) -> HardwareProfile:
+    """Measure how fast a file comes to the device, read as plans read: past the page cache.
+
+    Args:
+        profile: The machine.
+        device: Where the bytes go.
+        path: The file; its first ``DISK_BYTES`` are read, or all of it.
+
+    Raises:
+        ConfigError: There is no such file, or it is empty.
+        StoreError: It cannot be read.
+    """
+    nbytes = min(DISK_BYTES, path.stat().st_size) if path.is_file() else 0
+    source = range_of(str(path), 0, nbytes)
+    if source is None or not nbytes:
+        raise ConfigError(f"--disk: {path} is no file with bytes in it. Name one of a checkpoint.")
+    reader, target = FileReader(device), torch.ones(nbytes, dtype=torch.uint8, device=device)
+    try:
+        reader.copy(source.part(0, 1), target[:1])  # takes the memory, and starts the threads
+        with path.open("rb") as file:  # its file system may have no direct reads
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        reader.copy(source, target)
+        return replace(profile, disk_bytes_per_s=nbytes / (time.perf_counter() - start))
+    finally:
+        reader.close()
 
 
 def _links(nbytes: int, device: torch.device, latency: float) -> dict[str, Any]:

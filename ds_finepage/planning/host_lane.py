@@ -44,7 +44,7 @@ from ds_finepage.planning.simulator import Costs
 LEAST_GAIN = 0.98
 """Cut products have more tasks, which cost more than a smaller gain."""
 
-_Unit = TypeVar("_Unit", Divisible, Attention, "_Layer")
+_Unit = TypeVar("_Unit", Divisible, Attention)
 
 
 def can_multiply(graph: TaskGraph) -> list[Divisible]:
@@ -137,23 +137,13 @@ def _missing_experts(
     layers: dict[int, list[Divisible]] = {}
     for unit in units:
         layers.setdefault(known[unit.buffer].source, []).append(unit)
-    groups = [_Layer(tuple(layer)) for layer in layers.values()]
-    chosen = _evenly(groups, missing / sum(unit.nbytes for unit in units))
+    firsts = [layer[0] for layer in layers.values()]
+    chosen = _evenly(firsts, missing / sum(unit.nbytes for unit in units))
+    groups = [layers[known[unit.buffer].source] for unit in chosen]
     for end in (None, -1):
-        yield {unit.buffer: unit.num_rows for layer in chosen for unit in layer.units[:end]}
+        yield {unit.buffer: unit.num_rows for layer in groups for unit in layer[:end]}
     if _lanes(problem, units, [graph.tasks[unit.task] for unit in units]).is_device_slow:
         yield {unit.buffer: unit.num_rows for unit in units}
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """The weights of a layer's experts."""
-
-    units: tuple[Divisible, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(unit.nbytes for unit in self.units)
 
 
 def _balanced(problem: Problem, units: Sequence[Divisible]) -> tuple[float, dict[int, int]]:

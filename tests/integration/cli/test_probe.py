@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from ds_finepage.cli import probe
+from ds_finepage.execution import disk
 from ds_finepage.graph.profiles import load_profile
 from tests.commands import Cli
+from tests.integration.cli.models import NUM_PARAMETERS
 
 PROBE = ["probe", "--device", "cpu"]
 
@@ -25,6 +27,20 @@ def test_the_profile_is_one_that_plan_takes(model: str, tmp_path: Path, cli: Cli
     assert load_profile(path).name == "cpu"
     plan = ["plan", "--model", model, "--seq", "8", "--hardware", path]
     assert cli.json(*plan, "--device-budget", "8MiB")["hardware"] == "cpu"
+
+
+def test_plan_reads_weights_at_the_rate_of_the_disk(
+    model: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = tmp_path / "my.json", tmp_path / "weights"
+    file.write_bytes(bytes(4 << 20))
+    cli(*PROBE, "--disk", file, "--out", path)
+    assert load_profile(path).disk_bytes_per_s > 1e6
+    monkeypatch.setattr(disk, "PIECE_BYTES", 1 << 12)
+    plan = ["plan", "--model", model, "--seq", "8", "--hardware", path, "--no-split"]
+    budgets = ["--device-budget", "40%weights", "--host-memory", NUM_PARAMETERS]
+    assert cli.json(*plan, *budgets)["file_bytes"] > 0
+    cli.refuses(*PROBE, "--disk", tmp_path / "gone", says="--disk: ")
 
 
 def test_without_a_file_it_is_printed(cli: Cli) -> None:

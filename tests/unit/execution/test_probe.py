@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ds_finepage.errors import ConfigError, StoreError
 from ds_finepage.execution import probe
+from ds_finepage.execution.disk import FileRange, FileReader
 from ds_finepage.execution.meter import DeviceMeter
 from ds_finepage.graph.profiles import load_profile, require_usable
 
@@ -80,3 +87,64 @@ def test_the_slowest_dtype_is_the_rate_of_the_host(monkeypatch: pytest.MonkeyPat
     assert found.host_flops_per_s == pytest.approx(2 * 16 * num_bytes / 2 / 10)
     assert found.has_host and not known.has_host
     assert found.without_host == known
+
+
+T4 = load_profile("t4")
+
+
+def probed(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[FileRange]:
+    """Probe a disk by a file; return what was read, until 0.5 s were over."""
+    reads, clock = list[FileRange](), iter([10.0, 10.5])
+    copy = FileReader.copy
+
+    def noted(reader: FileReader, source: FileRange, target: torch.Tensor) -> None:
+        copy(reader, source, target)
+        reads.append(source)
+
+    monkeypatch.setattr(FileReader, "copy", noted)
+    monkeypatch.setattr(probe, "DISK_BYTES", 3 * MIB)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: next(clock))
+    found = probe.with_measured_disk(T4, CPU, path)
+    assert found.disk_bytes_per_s == reads[-1].nbytes / 0.5
+    assert replace(found, disk_bytes_per_s=T4.disk_bytes_per_s) == T4
+    return reads
+
+
+@pytest.mark.parametrize("nbytes", [2 * MIB, 4 * MIB])
+def test_the_begin_of_a_file_is_read(
+    nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(nbytes))
+    first, measured = probed(path, monkeypatch)
+    assert first.nbytes == 1  # before the clock runs: it takes the memory
+    assert (measured.path, measured.offset) == (str(path), 0)
+    assert measured.nbytes == min(nbytes, 3 * MIB)
+
+
+def test_a_file_in_the_page_cache_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = list[Any]()
+    monkeypatch.setattr(os, "posix_fadvise", lambda *given: advice.append(given[1:]))
+    path = tmp_path / "file"
+    path.write_bytes(b"bytes")
+    probed(path, monkeypatch)
+    assert (0, 0, os.POSIX_FADV_DONTNEED) in advice
+
+
+@pytest.mark.parametrize("name", ["gone", "empty", "."])
+def test_what_is_no_file_with_bytes_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match=r"--disk: .* is no file with bytes in it"):
+        probe.with_measured_disk(T4, CPU, tmp_path / name)
+
+
+def test_a_file_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "file").write_bytes(b"bytes")
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StoreError, match="cannot be read"):
+        probe.with_measured_disk(T4, CPU, tmp_path / "file")
