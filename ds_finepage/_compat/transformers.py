@@ -55,12 +55,8 @@ def attend_as_eager(on: bool) -> None:
     Since 5.24 heads that share keys are one product there. Where it is compiled, each has a copy.
     """
     if hasattr(sdpa_attention, "pack_gqa"):
-        asks = _never if on else is_torchdynamo_compiling
+        asks = (lambda: False) if on else is_torchdynamo_compiling
         vars(sdpa_attention)[is_torchdynamo_compiling.__name__] = asks
-
-
-def _never() -> bool:
-    return False
 
 
 def batching_memory_bytes() -> int:

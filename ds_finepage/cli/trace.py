@@ -21,7 +21,7 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.profiles import load_profile
 from ds_finepage.graph.timeline import Timeline
 from ds_finepage.reporting.chrome_trace import chrome_trace_json
-from ds_finepage.reporting.results import load_passes, load_results, run_folder
+from ds_finepage.reporting.results import load_passes, load_results, names_of_ranks, run_folder
 
 TRACE_FILE = "trace.json"
 
@@ -64,7 +64,8 @@ def of_folder(folder: Path) -> dict[str, tuple[MemGraph, Timeline]]:
         InvalidPlanError: A file in it is damaged.
     """
     found = {}
-    for run_name in (name for run in load_results(folder).runs for name in run.folder_names):
+    runs = load_results(folder).runs
+    for run_name in (name for run in runs for name in names_of_ranks(run.name, len(run.ranks))):
         for each in load_passes(run_folder(folder, run_name)):
             name = f"{run_name} {each.name}"
             found[f"{name}, predicted"] = (each.memgraph, each.predicted)

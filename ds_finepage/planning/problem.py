@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_finepage.graph.hardware import HardwareProfile
-from ds_finepage.graph.memgraph import Residency
+from ds_finepage.graph.memgraph import MemGraph, Residency
 from ds_finepage.graph.taskgraph import TaskGraph
 from ds_finepage.planning.finepage.stacking import SharedResident
 from ds_finepage.planning.liveness import extent_bytes, min_arena_bytes, require_feasible
+from ds_finepage.planning.simulator import predicted_ns
 
 if TYPE_CHECKING:
     from ds_finepage.planning.baselines.accelerate import MapSettings
@@ -48,6 +49,12 @@ class Problem:
     def of(self, graph: TaskGraph) -> Problem:
         """Return the same problem for a rewritten pass."""
         return dataclasses.replace(self, graph=graph)
+
+    def cost_of(self, plan: MemGraph) -> int:
+        """Return the predicted time of a plan; without a machine, the bytes that it moves."""
+        if self.profile is None:
+            return plan.reloaded_bytes + plan.offloaded_bytes
+        return predicted_ns(plan, self.profile)
 
     @property
     def top(self) -> int:

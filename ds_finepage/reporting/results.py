@@ -156,11 +156,6 @@ class Run:
         """The name of the run's folder."""
         return f"{self.arm}_b{self.batch}"
 
-    @property
-    def folder_names(self) -> list[str]:
-        """The names of the folders of all its ranks."""
-        return names_of_ranks(self.name, len(self.ranks))
-
 
 def names_of_ranks(run_name: str, num_ranks: int) -> list[str]:
     """Return the names of the folders of a run; that of rank 0 has the name of the run.

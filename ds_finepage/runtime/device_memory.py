@@ -65,7 +65,8 @@ class DeviceMemory:
         )
         device = device_of(settings.device)
         self._graphs: Graphs | None = None
-        if settings.records_graphs and isinstance(device, Accelerator):
+        records = settings.num_op_streams > 1 and not settings.shows_ops  # else these come between
+        if records and isinstance(device, Accelerator):
             self._graphs = Graphs(device)
 
     @property

@@ -55,11 +55,6 @@ class RunSettings:
         return debug.poison_vacated or debug.lane_delay_seed is not None
 
     @property
-    def records_graphs(self) -> bool:
-        """True where runs of tasks are recorded and replayed; delays and poison come between."""
-        return self.num_op_streams > 1 and not self.shows_ops
-
-    @property
     def num_op_streams(self) -> int:
         """The streams that run ops: the caller's, and one that records graphs."""
         records = self.config.device_graphs and device_of(self.device).has_graphs

@@ -25,7 +25,6 @@ from ds_finepage.graph.memgraph import MemGraph
 from ds_finepage.graph.taskgraph import BufferKind, TaskGraph, layer_of
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.script import Act, Script, Step, largest_that_fits, realize
-from ds_finepage.planning.simulator import predicted_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,7 @@ def plan_static(problem: Problem) -> MemGraph:
     plans = list(filter(None, map(partial(largest, problem), FORMS)))
     if not plans:
         return realize(problem, script_of(problem.graph, 0))
-    return min(plans, key=partial(_cost, problem))
-
-
-def _cost(problem: Problem, plan: MemGraph) -> int:
-    """Return the predicted time of a plan; without a machine, the bytes that it reloads."""
-    if problem.profile is None:
-        return plan.reloaded_bytes
-    return predicted_ns(plan, problem.profile)
+    return min(plans, key=problem.cost_of)
 
 
 def largest(problem: Problem, form: Form) -> MemGraph | None:

@@ -29,7 +29,6 @@ from ds_finepage.planning.baselines.zero import (
 )
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.script import Script, live_bytes, realize
-from ds_finepage.planning.simulator import predicted_ns
 
 POLICY = "zero-persistence"
 
@@ -153,10 +152,7 @@ class _Search:
                 memgraph = realize(problem, self._script(problem, settings))
             except PlanInfeasibleError:
                 return None
-            if problem.profile is None:
-                cost += num_runs * memgraph.reloaded_bytes
-            else:
-                cost += num_runs * predicted_ns(memgraph, problem.profile)
+            cost += num_runs * problem.cost_of(memgraph)
         return cost
 
     def _script(self, problem: Problem, settings: ZeroSettings) -> Script:
