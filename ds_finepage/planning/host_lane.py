@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TypeVar
 
 from ds_finepage.graph.attention import Attention, attentions
@@ -116,8 +115,8 @@ def _with_products(problem: Problem) -> Iterator[TaskGraph]:
     else:
         mean_bytes = sum(unit.nbytes for unit in units) / max(1, len(units))
         large = [unit for unit in units if unit.nbytes >= mean_bytes]
-        balanced = [_balanced(problem, some) for some in (units, large) if some]
-        ways = iter([min(balanced, key=itemgetter(0))[1]] if balanced else [])
+        chosen = (units, large) if len(large) < len(units) else (units,)
+        ways = (_balanced(problem, some) for some in chosen if some)
     for rows in ways:
         if any(rows.values()):
             yield with_host_rows(graph, units, rows)
@@ -146,12 +145,8 @@ def _missing_experts(
         yield {unit.buffer: unit.num_rows for unit in units}
 
 
-def _balanced(problem: Problem, units: Sequence[Divisible]) -> tuple[float, dict[int, int]]:
-    """Choose as many rows as let the host, the link and the device end together.
-
-    Returns:
-        The time of the pass, and the rows of each weight.
-    """
+def _balanced(problem: Problem, units: Sequence[Divisible]) -> dict[int, int]:
+    """Choose as many rows as let the host, the link and the device end together."""
     lanes = _lanes(problem, units, [problem.graph.tasks[unit.task] for unit in units])
     products_ns, chosen = lanes.device_ns, _evenly(units, lanes.whole_share)
     alone_ns = max(lanes.missing_ns, lanes.others_ns + products_ns)
@@ -167,8 +162,8 @@ def _balanced(problem: Problem, units: Sequence[Divisible]) -> tuple[float, dict
         both_ns = max(begins_ns + cut * more_ns, products_ns - cut * products_ns)
         cut_end_ns = max(lanes.missing_ns - cut * lanes.all_ns, lanes.others_ns + both_ns)
         if cut_end_ns < min(end_ns, LEAST_GAIN * alone_ns):
-            return cut_end_ns, _rows_of_each(units, cut)
-    return end_ns, {unit.buffer: unit.num_rows for unit in chosen}
+            return _rows_of_each(units, cut)
+    return {unit.buffer: unit.num_rows for unit in chosen}
 
 
 @dataclass(frozen=True, slots=True)
