@@ -13,8 +13,8 @@ the others. Two ways are known:
 It also takes ``(m - h) / l``, the time of the copies. The longer of both is least where they are
 equal. Where ``h`` is not positive there, the copies hide behind the tasks, and the host has nothing
 to do. Beside cut products the device needs ``n + d (1 - h / w)``, so a slow one leaves more to the
-host. If it takes longer than the host, that has all whole products, and cut ones where all weights
-have room. The host issues tasks as well, so none takes less time than that.
+host. If it takes longer than the host, all whole products go there, even where all weights have
+room. The host issues tasks as well, so none takes less time than that.
 
 Layers of attention are chosen by the rule for whole products. A pass may have both kinds. The one
 that is chosen first takes the most, and the other one what is still missing. Both orders are tried:

@@ -170,6 +170,8 @@ def test_attention_is_compiled_as_in_eager_mode_while_models_are_attached() -> N
     given = (layer, query, rows, rows.flip(0), torch.arange(25).expand(2, 1, 1, 25) > 11)
     expected = sdpa_attention.sdpa_attention_forward(*given)[0]
     claims = [CodeClaim(owner := Owner()), CodeClaim(owner)]
+    assert not sdpa_attention.is_torchdynamo_compiling()
+    assert sdpa_attention.is_torchdynamo_compiling is not is_torchdynamo_compiling
     claims[0].close()
     compiled = torch.compile(sdpa_attention.sdpa_attention_forward, backend="eager")
     assert torch.equal(compiled(*given)[0], expected)
