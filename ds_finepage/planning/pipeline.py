@@ -29,7 +29,7 @@ from ds_finepage.planning.rewrite.embeddings import gather_rows, tables_to_leave
 from ds_finepage.planning.rewrite.exact_slices import least_sliced_bytes, slices_that_fit
 from ds_finepage.planning.rewrite.host_products import host_bytes
 from ds_finepage.planning.rewrite.unpacking import unpack_by_rows
-from ds_finepage.planning.simulator import simulate
+from ds_finepage.planning.simulator import predicted_ns, simulate
 from ds_finepage.planning.time_bound import least_time_beside_host_ns, least_time_ns
 
 MAX_STEADY_ROUNDS = 8
@@ -195,7 +195,7 @@ def plan_checked(
         memgraph = policy.plan(problem)
         if profile.has_host and policy.is_cyclic:
             plans = [memgraph, *(policy.plan(problem.of(way)) for way in with_host_lane(problem))]
-            memgraph = min(plans, key=problem.cost_of)
+            memgraph = min(plans, key=lambda plan: predicted_ns(plan, profile))
         for _ in range(MAX_STEADY_ROUNDS):
             if set(memgraph.entry) == set(memgraph.exit):
                 break
