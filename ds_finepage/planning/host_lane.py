@@ -141,7 +141,8 @@ def _missing_experts(
     groups = [layers[known[unit.buffer].source] for unit in chosen]
     for end in (None, -1):
         yield {unit.buffer: unit.num_rows for layer in groups for unit in layer[:end]}
-    if _lanes(problem, units, [graph.tasks[unit.task] for unit in units]).is_device_slow:
+    lanes = _lanes(problem, units, [graph.tasks[unit.task] for unit in units])
+    if lanes.is_device_slow and len(groups) < len(layers):
         yield {unit.buffer: unit.num_rows for unit in units}
 
 

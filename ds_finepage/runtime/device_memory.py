@@ -65,7 +65,7 @@ class DeviceMemory:
         )
         device = device_of(settings.device)
         self._graphs: Graphs | None = None
-        records = settings.num_op_streams > 1 and not settings.shows_ops  # else these come between
+        records = settings.num_op_streams > 1 and not settings.shows_ops
         if records and isinstance(device, Accelerator):
             self._graphs = Graphs(device)
 

@@ -11,7 +11,6 @@ from ds_finepage.planning.finepage.forecast import Forecast, Plan
 from ds_finepage.planning.finepage.held_rows import copies_to_host
 from ds_finepage.planning.problem import Problem
 from ds_finepage.planning.rewrite.late_experts import wait_for_routes
-from ds_finepage.planning.simulator import predicted_ns
 from ds_finepage.planning.time_bound import least_time_ns
 from ds_finepage.units import NS_PER_S
 
@@ -136,12 +135,11 @@ class BestPlans:
     def _predict(self, plan: MemGraph) -> None:
         """Predict the time of a plan that is written, and take it if it is as fast."""
         moved, profile = plan.reloaded_bytes + plan.offloaded_bytes, self._problem.profile
-        total_ns = moved if profile is None else predicted_ns(plan, profile)
         bound_ns = self.least_ns
         if profile is not None and self._problem.shared:
             # No plan comes near the bound of a pass that is alone.
             bound_ns = max(bound_ns, int(moved * NS_PER_S / profile.h2d_bytes_per_s))
-        self._add(Forecast(total_ns, moved, lambda: plan), bound_ns)
+        self._add(Forecast(self._problem.cost_of(plan), moved, lambda: plan), bound_ns)
 
     def _add(self, plan: Forecast, bound_ns: int) -> None:
         """Hold a plan against the bound; take it unless another one is as good or clearly faster.

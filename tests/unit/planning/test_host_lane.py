@@ -411,6 +411,8 @@ def test_the_host_takes_the_experts_that_have_no_room() -> None:
     *_, every = with_host_lane(problem(with_host(1e6, 1e11), 50, graph=slow(graph)))
     (beside_room,) = with_host_lane(problem(with_host(1e6, 1e11), 100, graph=slow(graph)))
     assert host_bytes(every) == host_bytes(beside_room) == 2 * host_bytes(both)
+    # Where no layer has room, that is the first way already.
+    assert len(list(with_host_lane(problem(with_host(1e6, 1e11), 5, graph=slow(graph))))) == 2
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -326,7 +326,7 @@ def test_time_decides_and_bytes_decide_between_equal_times(monkeypatch: pytest.M
     def best(tight_ns: int, roomy_ns: int = 100_400) -> MemGraph | None:
         times = {tight.reloaded_bytes: tight_ns, roomy.reloaded_bytes: roomy_ns}
         monkeypatch.setattr(
-            "ds_finepage.planning.finepage.best_plans.predicted_ns",
+            "ds_finepage.planning.problem.predicted_ns",
             lambda plan, _, **settings: times[plan.reloaded_bytes],
         )
         tried = BestPlans(problem)
@@ -396,7 +396,7 @@ def test_a_plan_whose_bytes_alone_take_longer_is_not_simulated(
         simulated.append(plan)
         return 1000 + len(simulated)
 
-    monkeypatch.setattr(best_plans, "predicted_ns", predicted)
+    monkeypatch.setattr("ds_finepage.planning.problem.predicted_ns", predicted)
     monkeypatch.setattr(best_plans, "wait_for_routes", lambda _: roomy)
     tried = search(machine(h2d=h2d))
     tried.offer(tight)
